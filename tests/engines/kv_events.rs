@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
-use warmroute_core::freshness::{IndexFreshness, ResyncMode, StaleReason};
+use warmroute_core::freshness::{IndexFreshness, StaleReason};
 use warmroute_core::index::{KvEvent, PrefixIndex};
 use warmroute_core::worker::{
     BlockSize, DpRank, EventSource, RankSlot, SocketAttach, WorkerId, WorkerRank,
@@ -53,10 +53,6 @@ fn payload(block: u64) -> Vec<u8> {
         0,
     ))
     .unwrap()
-}
-
-fn removal(blocks: &[u64]) -> Vec<u8> {
-    rmp_serde::to_vec(&(1.5, [("BlockRemoved", blocks)], 0)).unwrap()
 }
 
 /// Format of replay replies and of the reply that ends a replay.
@@ -214,14 +210,8 @@ impl EventSite {
     }
 
     fn subscribe(&self) -> EventSubscriber {
-        self.subscribe_with(ResyncMode::Keep)
-    }
-
-    fn subscribe_with(&self, resync: ResyncMode) -> EventSubscriber {
         let held = Arc::new(Mutex::new(ReportedBlocks::default()));
         let sink = recording_sink(&held);
-        let shared = SharedResync::default();
-        shared.set(resync);
         let spec = SourceSpec {
             engine: String::new(),
             worker_name: String::new(),
@@ -237,7 +227,7 @@ impl EventSite {
             },
             block_size: BlockSize::new(2).unwrap(),
             media: MediaTokens::default(),
-            resync: shared,
+            resync: SharedResync::default(),
             max_message: MAX_MESSAGE,
         };
         let (sender, state) = watch::channel(SourceState::default());

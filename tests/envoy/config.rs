@@ -11,9 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Body;
-use axum::extract::Request;
-use axum::{Json, Router};
+use axum::Router;
 use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
 use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{Struct, Value};
@@ -25,72 +23,18 @@ use proto::processing_response::Response as Reply;
 use serde_json::json;
 use tokio::io::AsyncReadExt as _;
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::Notify;
-use tokio::task::AbortHandle;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_stream::{Stream, StreamExt as _};
 use warmroute_server::ext_proc::headers::{ResponseHead, ResponseSource};
 use warmroute_server::ext_proc::routing_headers::RoutingHeaders;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::envoy::{self, EnvoySetup};
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::FreePort;
+
+use crate::modes::worker::{RecordingWorker, received};
 
 const SOON: Duration = Duration::from_secs(20);
 const MB: usize = 1_000_000;
-
-/// HTTP server that echoes requests. The response of `/v1/held` does not end before the test
-/// notifies `end_held`.
-struct EchoWorker {
-    endpoint: SocketAddr,
-    end_held: Arc<Notify>,
-    task: AbortHandle,
-}
-
-impl EchoWorker {
-    async fn start() -> Self {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-        let endpoint = listener.local_addr().unwrap();
-        let echo = async move |request: Request| {
-            let (head, body) = request.into_parts();
-            let text = |(name, value): (_, &axum::http::HeaderValue)| {
-                (name, json!(value.to_str().unwrap()))
-            };
-            let headers: serde_json::Map<_, _> = head
-                .headers
-                .iter()
-                .map(|(name, value)| text((name.as_str().to_owned(), value)))
-                .collect();
-            let body = axum::body::to_bytes(body, usize::MAX).await.unwrap();
-            Json(json!({"endpoint": endpoint.to_string(), "headers": headers, "bytes": body.len()}))
-        };
-        let end_held = Arc::new(Notify::new());
-        let end = Arc::clone(&end_held);
-        let held = async move || {
-            let tokens = tokio_stream::iter([Ok::<_, std::convert::Infallible>("first")]);
-            let rest = futures_util::stream::once(async move {
-                end.notified().await;
-                Ok("last")
-            });
-            Body::from_stream(tokens.chain(rest))
-        };
-        let app = Router::new()
-            .route("/v1/held", axum::routing::post(held))
-            .fallback(echo);
-        let task =
-            tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
-        Self {
-            endpoint,
-            end_held,
-            task,
-        }
-    }
-}
-
-impl Drop for EchoWorker {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
-}
 
 /// An Envoy with the shipped standalone configuration in its own directory.
 struct EnvoyGateway {
@@ -197,18 +141,6 @@ impl EnvoyGateway {
         client()
             .post(self.setup().url(path))
             .body(vec![b'a'; bytes])
-    }
-
-    /// Returns the status and the worker that responded. Connections are not reused, so Envoy
-    /// selects a worker for each request.
-    async fn served_by(&self) -> (u16, Option<String>) {
-        let answer = self.post("/v1/completions", 100).send().await.unwrap();
-        let status = answer.status().as_u16();
-        let body: Option<serde_json::Value> = answer.json().await.ok();
-        (
-            status,
-            body.map(|body| body["endpoint"].as_str().unwrap().to_owned()),
-        )
     }
 }
 
@@ -342,8 +274,8 @@ fn envoy_binary_reports_its_version() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_succeed_without_warmroute() {
-    let worker = EchoWorker::start().await;
-    let gateway = EnvoyGateway::start(&[worker.endpoint]).await;
+    let worker = RecordingWorker::start().await;
+    let gateway = EnvoyGateway::start(&[worker.address]).await;
     for (path, bytes) in [
         ("/v1/chat/completions", 1_000),
         ("/v1/completions", 10 * MB),
@@ -380,8 +312,8 @@ async fn unused_address() -> SocketAddr {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn client_routing_headers_never_reach_a_worker() {
-    let worker = EchoWorker::start().await;
-    let gateway = EnvoyGateway::start(&[worker.endpoint]).await;
+    let worker = RecordingWorker::start().await;
+    let gateway = EnvoyGateway::start(&[worker.address]).await;
     for path in ["/v1/completions", "/health"] {
         let mut request = gateway
             .post(path, 10)
@@ -392,39 +324,20 @@ async fn client_routing_headers_never_reach_a_worker() {
         }
         let seen = echo(request).await;
         for name in RoutingHeaders::default().reserved_names() {
-            assert!(seen["headers"][name].is_null(), "{path} {name}");
+            assert_eq!(received(&seen, name), [""; 0], "{path} {name}");
         }
-        assert_eq!(seen["headers"]["x-tenant-id"], "kept");
-        assert_eq!(seen["headers"]["x-dynamo-session-id"], "kept");
-        assert_eq!(seen["headers"]["x-envoy-attempt-count"], "1");
+        assert_eq!(received(&seen, "x-tenant-id"), ["kept"]);
+        assert_eq!(received(&seen, "x-dynamo-session-id"), ["kept"]);
+        assert_eq!(received(&seen, "x-envoy-attempt-count"), ["1"]);
     }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn renamed_endpoint_file_is_reloaded() {
-    let first = EchoWorker::start().await;
-    let second = EchoWorker::start().await;
-    let gateway = EnvoyGateway::start(&[]).await;
-    let file = gateway.setup().endpoint_file();
-    assert_eq!(gateway.served_by().await, (503, None));
-    for worker in [&first, &second, &first] {
-        envoy::write_endpoints(&file, &[worker.endpoint]).unwrap();
-        let expected = (200, Some(worker.endpoint.to_string()));
-        assert!(
-            until(SOON, async || gateway.served_by().await == expected).await,
-            "{expected:?}"
-        );
-    }
-    envoy::write_endpoints(&file, &[]).unwrap();
-    assert!(until(SOON, async || gateway.served_by().await.0 == 503).await);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn bodies_larger_than_32_mib_are_rejected() {
-    let worker = EchoWorker::start().await;
-    let gateway = EnvoyGateway::start_patient(&[worker.endpoint]).await;
-    let server = OneEndpoint::start(worker.endpoint, &gateway.setup().ext_proc_socket());
+    let worker = RecordingWorker::start().await;
+    let gateway = EnvoyGateway::start_patient(&[worker.address]).await;
+    let server = OneEndpoint::start(worker.address, &gateway.setup().ext_proc_socket());
     for bytes in [10 * MB, 32 * MB] {
         assert_eq!(
             echo(gateway.post("/v1/completions", bytes)).await["bytes"],
@@ -437,13 +350,5 @@ async fn bodies_larger_than_32_mib_are_rejected() {
         .await
         .unwrap();
     assert_eq!(refused.status(), 413);
-    assert_eq!(
-        server
-            .seen
-            .lock()
-            .iter()
-            .filter(|name| **name == "request body")
-            .count(),
-        2
-    );
+    assert_eq!(*server.bodies.lock(), 2);
 }

@@ -3,8 +3,6 @@
 //! ports.
 
 mod admin;
-mod bodies;
-mod echo;
 mod fleet;
 mod routing;
 mod strict;

@@ -12,4 +12,4 @@ mod renamed;
 mod stream_lifetimes;
 mod upgrades;
 mod uploads;
-mod worker;
+pub(crate) mod worker;

@@ -132,7 +132,7 @@ impl TestDeployment {
     }
 
     /// Waits until the metrics page meets a condition.
-    pub(crate) async fn metrics_show(
+    pub(crate) async fn wait_metrics(
         &self,
         what: &str,
         condition: impl Fn(&OpenMetricsPage) -> bool,
@@ -172,19 +172,14 @@ impl TestDeployment {
         );
     }
 
-    /// Returns the number of distinct device blocks in the caches of all engines.
+    /// Returns the number of distinct device blocks in the caches of all running engines.
     pub(crate) async fn cached_blocks(&self) -> u64 {
         let mut blocks = 0;
         for engine in &self.stack.engines {
-            let state: Value = self
-                .http
-                .get(engine.url("/sim/state"))
-                .send()
-                .await
-                .unwrap()
-                .json()
-                .await
-                .unwrap();
+            let Ok(response) = self.http.get(engine.url("/sim/state")).send().await else {
+                continue;
+            };
+            let state: Value = response.json().await.unwrap();
             let ranks = state["ranks"].as_array().unwrap().iter();
             blocks += ranks
                 .map(|rank| rank["cached"].as_array().unwrap().len() as u64)
@@ -216,6 +211,7 @@ pub(crate) fn with_response_headers(more: Value) -> Value {
     config
 }
 
+/// Returns a unary chat request.
 pub(crate) fn chat(question: &str) -> Value {
     json!({"model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 2})
 }

@@ -9,7 +9,6 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use bytes::Bytes;
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
@@ -17,8 +16,8 @@ use tokio::time::{Instant, sleep, timeout};
 use warmroute_testbed::programs::{install_once, target_dir};
 use warmroute_testbed::pypi::{self, PypiPackages};
 use warmroute_zmtp::{
-    ConnectionTiming, DealerSocket, ExceededLimit, MessageLimits, ProtocolError, SessionEvent,
-    SocketConfig, SubEvent, SubSocket, ZmtpEndpoint, ZmtpError,
+    ConnectionTiming, DealerSocket, ProtocolError, SessionEvent, SocketConfig, SubEvent, SubSocket,
+    ZmtpEndpoint, ZmtpError,
 };
 
 const HERE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/libzmq");
@@ -52,7 +51,7 @@ fn python() -> PathBuf {
 
 /// A Python process with libzmq sockets.
 struct Libzmq {
-    process: Child,
+    _process: Child,
     commands: ChildStdin,
     answers: Lines<BufReader<ChildStdout>>,
 }
@@ -70,7 +69,7 @@ impl Libzmq {
         let commands = process.stdin.take().unwrap();
         let answers = BufReader::new(process.stdout.take().unwrap()).lines();
         Self {
-            process,
+            _process: process,
             commands,
             answers,
         }
@@ -120,11 +119,6 @@ impl Libzmq {
 
     async fn close(&mut self) {
         self.call(json!({"op": "close", "socket": "s"})).await;
-    }
-
-    fn signal(&self, signal: Signal) {
-        let pid = Pid::from_raw(i32::try_from(self.process.id().unwrap()).unwrap()).unwrap();
-        kill_process(pid, signal).unwrap();
     }
 }
 
@@ -377,47 +371,6 @@ async fn heartbeats_of_both_sides_keep_an_idle_connection() {
 }
 
 #[tokio::test]
-async fn stopped_libzmq_process_is_disconnected_by_heartbeats() {
-    let mut peer = Libzmq::start().await;
-    let endpoint = peer.bind("XPUB", "tcp://127.0.0.1:*", json!({})).await;
-    let mut socket = SubSocket::connect(&endpoint, TOPIC, fast_heartbeats())
-        .await
-        .unwrap();
-    wait_for_subscription(&mut peer).await;
-    assert!(
-        timeout(Duration::from_secs(1), socket.next_event())
-            .await
-            .is_err(),
-        "still connected"
-    );
-    peer.signal(Signal::STOP);
-    match next(&mut socket).await {
-        SubEvent::Disconnected {
-            error: ZmtpError::HeartbeatTimeout(_),
-            ..
-        } => {}
-        other => panic!("{other:?}"),
-    }
-    // The kernel of the stopped process accepts the connection, but the process does not answer the
-    // handshake.
-    let timing = ConnectionTiming {
-        handshake: Duration::from_millis(300),
-        ..ConnectionTiming::default()
-    };
-    let stalled = SubSocket::connect(
-        &endpoint,
-        TOPIC,
-        SocketConfig {
-            timing,
-            ..SocketConfig::default()
-        },
-    )
-    .await;
-    assert!(matches!(stalled, Err(ZmtpError::HandshakeTimeout(_))));
-    peer.signal(Signal::CONT);
-}
-
-#[tokio::test]
 async fn slow_consumer_makes_libzmq_drop_and_recovers() {
     let mut peer = Libzmq::start().await;
     let endpoint = peer
@@ -445,36 +398,6 @@ async fn slow_consumer_makes_libzmq_drop_and_recovers() {
         (1..100).contains(&received),
         "{received} messages were buffered"
     );
-    peer.send(&[TOPIC.as_bytes(), b"after"]).await;
-    assert_eq!(message(&mut socket).await[1], "after");
-}
-
-#[tokio::test]
-async fn oversize_libzmq_message_is_skipped() {
-    let mut peer = Libzmq::start().await;
-    let endpoint = peer.bind("XPUB", "tcp://127.0.0.1:*", json!({})).await;
-    let limits = MessageLimits {
-        max_bytes: 1 << 20,
-        ..MessageLimits::default()
-    };
-    let config = SocketConfig {
-        limits,
-        ..SocketConfig::default()
-    };
-    let mut socket = SubSocket::connect(&endpoint, TOPIC, config).await.unwrap();
-    wait_for_subscription(&mut peer).await;
-    let topic = hex(TOPIC.as_bytes());
-    peer.call(
-        json!({"op": "send_zeros", "socket": "s", "topic": topic, "size": (1 << 20) - TOPIC.len()}),
-    )
-    .await;
-    assert_eq!(message(&mut socket).await[1].len(), (1 << 20) - TOPIC.len());
-    peer.call(json!({"op": "send_zeros", "socket": "s", "topic": topic, "size": 1 << 20}))
-        .await;
-    assert!(matches!(
-        next(&mut socket).await,
-        SubEvent::Oversize(ExceededLimit::Message)
-    ));
     peer.send(&[TOPIC.as_bytes(), b"after"]).await;
     assert_eq!(message(&mut socket).await[1], "after");
 }

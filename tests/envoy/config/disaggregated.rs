@@ -9,10 +9,10 @@ const DISAGGREGATED: [&str; 2] = ["disaggregated-call", "disaggregated-mirror"];
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disaggregated_envoy_allows_only_listed_paths() {
     for file in DISAGGREGATED {
-        let decode = EchoWorker::start().await;
-        let prefill = EchoWorker::start().await;
+        let decode = RecordingWorker::start().await;
+        let prefill = RecordingWorker::start().await;
         let gateway =
-            EnvoyGateway::start_disaggregated(file, &[decode.endpoint], prefill.endpoint).await;
+            EnvoyGateway::start_disaggregated(file, &[decode.address], prefill.address).await;
         for path in [
             "/abort_request",
             "/flush_cache",
@@ -52,8 +52,8 @@ async fn disaggregated_envoy_allows_only_listed_paths() {
         );
         for path in ["/health", "/metrics", "/v1/models?x=1"] {
             assert_eq!(
-                echo(gateway.post(path, 0)).await["endpoint"],
-                decode.endpoint.to_string(),
+                echo(gateway.post(path, 0)).await["worker"],
+                decode.address.to_string(),
                 "{file} {path}"
             );
         }
@@ -65,15 +65,15 @@ async fn disaggregated_envoy_allows_only_listed_paths() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disaggregated_envoy_without_warmroute_uses_capable_decode_workers() {
-    let decode = EchoWorker::start().await;
-    let prefill = EchoWorker::start().await;
+    let decode = RecordingWorker::start().await;
+    let prefill = RecordingWorker::start().await;
     // Half of the attempts reach a dead worker. The retries succeed although the retry filter has
     // no server.
     let dead = unused_address().await;
     let gateway = EnvoyGateway::start_disaggregated(
         "disaggregated-call",
-        &[dead, decode.endpoint],
-        prefill.endpoint,
+        &[dead, decode.address],
+        prefill.address,
     )
     .await;
     for path in [
@@ -85,15 +85,15 @@ async fn disaggregated_envoy_without_warmroute_uses_capable_decode_workers() {
     .repeat(4)
     {
         assert_eq!(
-            echo(gateway.post(path, 1_000)).await["endpoint"],
-            decode.endpoint.to_string(),
+            echo(gateway.post(path, 1_000)).await["worker"],
+            decode.address.to_string(),
             "{path}"
         );
     }
     let gateway = EnvoyGateway::start_disaggregated(
         "disaggregated-mirror",
-        &[decode.endpoint],
-        prefill.endpoint,
+        &[decode.address],
+        prefill.address,
     )
     .await;
     for path in [
@@ -114,18 +114,17 @@ async fn disaggregated_envoy_without_warmroute_uses_capable_decode_workers() {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn retry_reaches_ext_proc_and_another_worker() {
     for file in DISAGGREGATED {
-        let decode = EchoWorker::start().await;
-        let prefill = EchoWorker::start().await;
+        let decode = RecordingWorker::start().await;
+        let prefill = RecordingWorker::start().await;
         let dead = unused_address().await;
         let gateway =
-            EnvoyGateway::start_disaggregated(file, &[dead, decode.endpoint], prefill.endpoint)
-                .await;
+            EnvoyGateway::start_disaggregated(file, &[dead, decode.address], prefill.address).await;
         let server = OneEndpoint::start(dead, &gateway.setup().ext_proc_socket());
         for bytes in [100, MB, 10 * MB] {
             let seen = echo(gateway.post("/v1/completions", bytes)).await;
             assert_eq!(
-                (&seen["endpoint"], &seen["bytes"]),
-                (&json!(decode.endpoint.to_string()), &json!(bytes)),
+                (&seen["worker"], &seen["bytes"]),
+                (&json!(decode.address.to_string()), &json!(bytes)),
                 "{file}"
             );
             assert_eq!(
@@ -137,11 +136,11 @@ async fn retry_reaches_ext_proc_and_another_worker() {
     }
     // The first attempt of a request does not pass the retry filter.
     for file in DISAGGREGATED {
-        let decode = EchoWorker::start().await;
-        let prefill = EchoWorker::start().await;
+        let decode = RecordingWorker::start().await;
+        let prefill = RecordingWorker::start().await;
         let gateway =
-            EnvoyGateway::start_disaggregated(file, &[decode.endpoint], prefill.endpoint).await;
-        let server = OneEndpoint::start(decode.endpoint, &gateway.setup().ext_proc_socket());
+            EnvoyGateway::start_disaggregated(file, &[decode.address], prefill.address).await;
+        let server = OneEndpoint::start(decode.address, &gateway.setup().ext_proc_socket());
         echo(gateway.post("/v1/completions", 100)).await;
         assert_eq!(*server.retries.lock(), [0; 0], "{file}");
     }
@@ -151,13 +150,13 @@ async fn retry_reaches_ext_proc_and_another_worker() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn retry_without_ext_proc_reaches_no_worker() {
-    let decode = EchoWorker::start().await;
-    let prefill = EchoWorker::start().await;
+    let decode = RecordingWorker::start().await;
+    let prefill = RecordingWorker::start().await;
     let dead = unused_address().await;
     let gateway = EnvoyGateway::start_disaggregated(
         "disaggregated-call",
-        &[dead, decode.endpoint],
-        prefill.endpoint,
+        &[dead, decode.address],
+        prefill.address,
     )
     .await;
     let _server = OneEndpoint::start_with(dead, &gateway.setup().ext_proc_socket(), true);
@@ -171,6 +170,6 @@ async fn retry_without_ext_proc_reaches_no_worker() {
         .text()
         .await
         .unwrap();
-    let reached = format!("workers::{}::rq_success::0", decode.endpoint);
+    let reached = format!("workers::{}::rq_success::0", decode.address);
     assert!(stats.contains(&reached), "{stats}");
 }

@@ -6,7 +6,8 @@ use super::*;
 #[derive(Clone)]
 pub(super) struct OneEndpoint {
     endpoint: SocketAddr,
-    pub(super) seen: Arc<Mutex<Vec<&'static str>>>,
+    /// Number of request bodies, without retries.
+    pub(super) bodies: Arc<Mutex<usize>>,
     /// Parsed heads of the responses.
     heads: Arc<Mutex<Vec<ResponseHead>>>,
     /// Body sizes of retries.
@@ -24,7 +25,7 @@ impl OneEndpoint {
     pub(super) fn start_with(endpoint: SocketAddr, socket: &Path, fails_retries: bool) -> Self {
         let server = Self {
             endpoint,
-            seen: Arc::default(),
+            bodies: Arc::default(),
             heads: Arc::default(),
             retries: Arc::default(),
             fails_retries,
@@ -44,26 +45,17 @@ impl OneEndpoint {
                 &request.attributes,
             ));
         }
-        let (name, reply) = match message {
-            Message::RequestHeaders(_) => {
-                ("request headers", Reply::RequestHeaders(Default::default()))
+        let reply = match message {
+            Message::RequestHeaders(_) => Reply::RequestHeaders(Default::default()),
+            Message::RequestBody(_) => {
+                *self.bodies.lock() += 1;
+                Reply::RequestBody(Default::default())
             }
-            Message::RequestBody(_) => ("request body", Reply::RequestBody(Default::default())),
-            Message::ResponseHeaders(_) => (
-                "response headers",
-                Reply::ResponseHeaders(Default::default()),
-            ),
-            Message::ResponseBody(_) => ("response body", Reply::ResponseBody(Default::default())),
-            Message::RequestTrailers(_) => (
-                "request trailers",
-                Reply::RequestTrailers(Default::default()),
-            ),
-            Message::ResponseTrailers(_) => (
-                "response trailers",
-                Reply::ResponseTrailers(Default::default()),
-            ),
+            Message::ResponseHeaders(_) => Reply::ResponseHeaders(Default::default()),
+            Message::ResponseBody(_) => Reply::ResponseBody(Default::default()),
+            Message::RequestTrailers(_) => Reply::RequestTrailers(Default::default()),
+            Message::ResponseTrailers(_) => Reply::ResponseTrailers(Default::default()),
         };
-        self.seen.lock().push(name);
         // The same dynamic metadata as from warmroute.
         let text = |text: String| Value {
             kind: Some(Kind::StringValue(text)),
@@ -130,15 +122,6 @@ impl OneEndpoint {
     }
 }
 
-/// Records the end of an exchange on drop, also after an error.
-struct ExchangeRecorder(OneEndpoint);
-
-impl Drop for ExchangeRecorder {
-    fn drop(&mut self) {
-        self.0.seen.lock().push("end");
-    }
-}
-
 #[tonic::async_trait]
 impl ExternalProcessor for OneEndpoint {
     type ProcessStream = std::pin::Pin<
@@ -149,59 +132,20 @@ impl ExternalProcessor for OneEndpoint {
         &self,
         request: tonic::Request<tonic::Streaming<proto::ProcessingRequest>>,
     ) -> Result<tonic::Response<Self::ProcessStream>, tonic::Status> {
-        // Streams of the first-token probe get replies, but are not recorded as exchanges.
-        let filter = request.metadata().get("x-warmroute-filter").cloned();
-        if filter.as_ref().is_some_and(|filter| filter == "retry") {
-            let server = self.clone();
+        let server = self.clone();
+        let filter = request.metadata().get("x-warmroute-filter");
+        if filter.is_some_and(|filter| filter == "retry") {
             let replies = request
                 .into_inner()
                 .map_while(move |message| Some(server.answer_retry(&message.ok()?)));
             return Ok(tonic::Response::new(Box::pin(replies)));
         }
-        let is_probe = filter.is_some_and(|filter| filter == "probe");
-        let recorder = if is_probe {
-            Self {
-                seen: Arc::default(),
-                ..self.clone()
-            }
-        } else {
-            self.clone()
-        };
-        let exchange = ExchangeRecorder(recorder);
         // The client may end the stream of a normal exchange with an error.
         let replies = request
             .into_inner()
-            .map_while(move |message| Some(Ok(exchange.0.answer(&message.ok()?)?)));
+            .map_while(move |message| Some(Ok(server.answer(&message.ok()?)?)));
         Ok(tonic::Response::new(Box::pin(replies)))
     }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn endpoint_in_metadata_gets_every_request() {
-    let workers = [
-        EchoWorker::start().await,
-        EchoWorker::start().await,
-        EchoWorker::start().await,
-    ];
-    let endpoints = workers.each_ref().map(|worker| worker.endpoint);
-    let gateway = EnvoyGateway::start_patient(&endpoints).await;
-    let server = OneEndpoint::start(endpoints[1], &gateway.setup().ext_proc_socket());
-    for _ in 0..20 {
-        assert_eq!(
-            gateway.served_by().await,
-            (200, Some(endpoints[1].to_string()))
-        );
-    }
-    assert_eq!(
-        server
-            .seen
-            .lock()
-            .iter()
-            .filter(|name| **name == "request body")
-            .count(),
-        20
-    );
 }
 
 /// Starts a worker that closes each connection without a response.
@@ -230,11 +174,11 @@ async fn start_rejecting() -> SocketAddr {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn response_head_identifies_its_source() {
-    let worker = EchoWorker::start().await;
+    let worker = RecordingWorker::start().await;
     let closing = start_closing().await;
     let rejecting = start_rejecting().await;
     let dead = SocketAddr::from((Ipv4Addr::LOCALHOST, FreePort::find().unwrap().release()));
-    let alive = worker.endpoint;
+    let alive = worker.address;
     let envoy = ResponseSource::Envoy;
     let worker = ResponseSource::Worker;
     for (case, endpoints, status, source) in [
@@ -282,49 +226,5 @@ async fn response_head_identifies_its_source() {
                 "{case}, retry on {retry_on}"
             );
         }
-    }
-}
-
-/// The end of an exchange releases the booked load of its worker. It must follow the end of the
-/// response or the disconnect of the client.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn exchange_ends_with_response_or_client() {
-    const WITH_BODY: &[&str] = &["request headers", "request body", "response headers", "end"];
-    const WITHOUT: &[&str] = &["request headers", "response headers", "end"];
-    let worker = EchoWorker::start().await;
-    let gateway = EnvoyGateway::start_patient(&[worker.endpoint]).await;
-    let server = OneEndpoint::start(worker.endpoint, &gateway.setup().ext_proc_socket());
-    let seen =
-        async |expected: &[&str]| until(SOON, async || *server.seen.lock() == expected).await;
-    for (bytes, whole, disconnects) in [
-        (100, WITH_BODY, false),
-        (100, WITH_BODY, true),
-        (0, WITHOUT, false),
-        (0, WITHOUT, true),
-    ] {
-        server.seen.lock().clear();
-        let mut response = gateway.post("/v1/held", bytes).send().await.unwrap();
-        assert_eq!(response.chunk().await.unwrap().unwrap(), "first");
-        assert!(
-            seen(&whole[..whole.len() - 1]).await,
-            "{:?}",
-            server.seen.lock()
-        );
-        // A stream that ended with the response headers would end within 1 ms, so 200 ms detect it.
-        assert!(
-            !until(Duration::from_millis(200), async || server
-                .seen
-                .lock()
-                .contains(&"end"))
-            .await
-        );
-        if disconnects {
-            drop(response);
-        } else {
-            worker.end_held.notify_one();
-            assert_eq!(response.text().await.unwrap(), "last");
-        }
-        assert!(seen(whole).await, "{:?}", server.seen.lock());
     }
 }

@@ -219,7 +219,7 @@ async fn metrics_page_is_valid_and_shows_traffic() {
     check_formats(&deployment).await;
 
     deployment
-        .metrics_show("all exchanges have ended", |page| {
+        .wait_metrics("all exchanges have ended", |page| {
             page.sum("open_exchanges", &[]) == 0.0
         })
         .await;

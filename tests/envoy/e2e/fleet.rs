@@ -72,7 +72,7 @@ async fn workers_file_edits_apply_without_restart() {
         .collect();
     write_in_place(&deployment, &serde_json::to_string(&entries).unwrap());
     deployment
-        .metrics_show("the series of the removed engine are gone", |page| {
+        .wait_metrics("the series of the removed engine are gone", |page| {
             page.sum("workers", &[]) == 2.0
         })
         .await;
@@ -83,7 +83,7 @@ async fn workers_file_edits_apply_without_restart() {
     // Adds the engine again. A replay of its events restores the index.
     deployment.write_workers().unwrap();
     deployment
-        .metrics_show("the engine serves again", |page| {
+        .wait_metrics("the engine serves again", |page| {
             page.sum(
                 "kv_event_source_freshness",
                 &[("worker_id", "1"), ("freshness", "exact")],
@@ -133,7 +133,7 @@ async fn invalid_workers_file_is_reported_and_fleet_stays() {
     let bad = format!("- id: 1\n  endpoint: {address}\n- id: 2\n  endpoint: nowhere\n");
     write_in_place(&deployment, &bad);
     deployment
-        .metrics_show("the file is not valid", |page| {
+        .wait_metrics("the file is not valid", |page| {
             page.sum("workers_file_last_reload_successful", &[]) == 0.0
         })
         .await;
@@ -165,7 +165,7 @@ async fn invalid_workers_file_is_reported_and_fleet_stays() {
 
     write_in_place(&deployment, &good);
     deployment
-        .metrics_show("the file is valid", |page| {
+        .wait_metrics("the file is valid", |page| {
             page.sum("workers_file_last_reload_successful", &[]) == 1.0
         })
         .await;
@@ -173,7 +173,7 @@ async fn invalid_workers_file_is_reported_and_fleet_stays() {
         .write_worker_entries(&json!([deployment.engines[1].worker_entry()]))
         .unwrap();
     deployment
-        .metrics_show("the file is followed again", |page| {
+        .wait_metrics("the file is followed again", |page| {
             page.sum("workers", &[]) == 1.0
         })
         .await;

@@ -7,9 +7,12 @@ use serde_json::{Value, json};
 use warmroute_server::ext_proc::routing_headers::RoutingHeaders;
 use warmroute_testbed::envoy;
 
-use crate::e2e::bodies::EchoBodyMode;
-use crate::e2e::echo::{EchoEngine, received};
+use crate::modes::worker::{RecordingWorker, received};
+use crate::routing::bed::full_duplex;
 use crate::support::deployment::{ChatAnswer, TestDeployment, chat, fast, with_response_headers};
+
+/// Change of the shipped Envoy configuration.
+type EnvoyChange = fn(&str) -> String;
 
 /// A request without a usable prompt.
 struct UnroutableRequest {
@@ -64,14 +67,14 @@ fn unroutable_requests() -> Vec<UnroutableRequest> {
     ]
 }
 
-async fn assert_requests_reach_an_engine(shown: EchoBodyMode) {
+async fn assert_requests_reach_an_engine(change: EnvoyChange) {
     let mut deployment = TestDeployment::engines(&[fast(1), fast(2)]).await;
     deployment.write_workers().unwrap();
     deployment
         .start_router(&with_response_headers(json!({})))
         .await
         .unwrap();
-    let envoy = shown.config(&deployment);
+    let envoy = change(&deployment.envoy_config());
     deployment.start_envoy(&envoy).await.unwrap();
     for UnroutableRequest {
         method,
@@ -82,7 +85,7 @@ async fn assert_requests_reach_an_engine(shown: EchoBodyMode) {
     } in unroutable_requests()
     {
         let what = format!(
-            "{method} {path} {:?} {shown:?}",
+            "{method} {path} {:?}",
             body.as_deref().map(String::from_utf8_lossy)
         );
         let counted = async || {
@@ -126,13 +129,13 @@ async fn assert_requests_reach_an_engine(shown: EchoBodyMode) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unusable_requests_are_load_only_as_shipped() {
-    assert_requests_reach_an_engine(EchoBodyMode::Buffered).await;
+    assert_requests_reach_an_engine(str::to_owned).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn unusable_requests_are_load_only_in_full_duplex() {
-    assert_requests_reach_an_engine(EchoBodyMode::FullDuplex).await;
+    assert_requests_reach_an_engine(full_duplex).await;
 }
 
 /// Returns the shipped configuration without its header removal, so that only warmroute removes
@@ -152,27 +155,30 @@ fn without_early_mutation(config: &str) -> String {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn client_cannot_choose_worker() {
-    let echoes = [EchoEngine::start(1).await, EchoEngine::start(2).await];
+    let workers = [
+        RecordingWorker::start().await,
+        RecordingWorker::start().await,
+    ];
+    let addresses = workers.each_ref().map(|worker| worker.address.to_string());
+    let [first, second] = &addresses;
+    let entries = json!([{"id": 1, "endpoint": first}, {"id": 2, "endpoint": second}]);
     let mut deployment = TestDeployment::engines(&[]).await;
-    deployment
-        .write_worker_entries(&echoes.iter().map(EchoEngine::entry).collect())
-        .unwrap();
+    deployment.write_worker_entries(&entries).unwrap();
     deployment
         .start_router(&with_response_headers(json!({})))
         .await
         .unwrap();
-    for shown in [EchoBodyMode::Buffered, EchoBodyMode::FullDuplex] {
-        for config in [
-            shown.config(&deployment),
-            without_early_mutation(&shown.config(&deployment)),
-        ] {
+    let shipped = deployment.envoy_config();
+    for config in [shipped.clone(), full_duplex(&shipped)] {
+        for config in [without_early_mutation(&config), config] {
             deployment.start_envoy(&config).await.unwrap();
-            assert_forged_headers_ignored(&deployment, &echoes[0]).await;
+            assert_forged_headers_ignored(&deployment, &addresses).await;
         }
     }
 }
 
-async fn assert_forged_headers_ignored(deployment: &TestDeployment, wanted: &EchoEngine) {
+/// Sends requests that ask for the first worker.
+async fn assert_forged_headers_ignored(deployment: &TestDeployment, workers: &[String; 2]) {
     let mut served = BTreeSet::new();
     for number in 0..30 {
         let mut request = deployment.http.post(deployment.url("/v1/chat/completions"));
@@ -182,18 +188,20 @@ async fn assert_forged_headers_ignored(deployment: &TestDeployment, wanted: &Ech
         for name in RoutingHeaders::default().reserved_names() {
             let forged = match name {
                 name if name.contains("endpoint") || name.contains("host-port") => {
-                    wanted.address.to_string()
+                    workers[0].as_str()
                 }
-                name if name.contains("rank") => "77".to_owned(),
-                _ => wanted.id.to_string(),
+                name if name.contains("rank") => "77",
+                _ => "1",
             };
-            request = request.header(name, &forged).header(name, "forged");
+            request = request.header(name, forged).header(name, "forged");
         }
         let answered = ChatAnswer::read(request.send().await.unwrap()).await;
         let report = &answered.documents()[0];
+        let serves = |address: &String| report["worker"] == json!(address);
+        let worker = (workers.iter().position(serves).unwrap() + 1).to_string();
         assert_eq!(
             received(report, "x-worker-instance-id"),
-            [answered.engine()],
+            [&worker],
             "{report}"
         );
         assert_eq!(received(report, "x-dp-rank"), ["0"], "{report}");
@@ -212,7 +220,7 @@ async fn assert_forged_headers_ignored(deployment: &TestDeployment, wanted: &Ech
             .contains(&name);
             assert!(ours || arrived.is_empty(), "{name}: {arrived:?}");
         }
-        served.insert(answered.engine().to_owned());
+        served.insert(worker);
     }
     assert_eq!(served.len(), 2, "forged headers select no worker");
 }

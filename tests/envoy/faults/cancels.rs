@@ -3,8 +3,6 @@
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
-use futures_util::future::join_all;
-use serde_json::json;
 use tokio::io::AsyncWriteExt as _;
 
 use crate::faults::bed::{FaultBed, TimeoutLength, chat, stream};
@@ -61,40 +59,6 @@ async fn disconnect_during_tokenization_leaves_no_booking() {
     sending.iter().for_each(tokio::task::JoinHandle::abort);
     bed.wait_idle().await;
     bed.wait_routable().await;
-}
-
-#[tokio::test]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn disconnect_before_first_token_frees_worker() {
-    let bed = FaultBed::start(2, &[], TimeoutLength::Long).await;
-    for engine in 0..2 {
-        bed.misbehave(engine, &json!({"slow_first_token_ms": 600_000}))
-            .await;
-    }
-    // Unary requests wait for headers, and streaming requests for their first token.
-    let sending = bed.send_many_in_background(12, "waiting", 5);
-    bed.wait_load("active_requests", 12).await;
-    sending.iter().for_each(tokio::task::JoinHandle::abort);
-    bed.wait_idle().await;
-}
-
-#[tokio::test]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn disconnect_during_stream_frees_worker() {
-    let bed = FaultBed::start(2, &["--step-us", "50000"], TimeoutLength::Long).await;
-    let begun = join_all((0..8).map(async |at| {
-        let mut response = bed
-            .post(&stream(&format!("middle {at}"), 1000))
-            .send()
-            .await
-            .unwrap();
-        response.chunk().await.unwrap().unwrap();
-        response
-    }));
-    let begun = begun.await;
-    assert_eq!(bed.load("active_requests").await, 8);
-    drop(begun);
-    bed.wait_idle().await;
 }
 
 #[tokio::test]

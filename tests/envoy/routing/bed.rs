@@ -1,17 +1,17 @@
 //! Test deployment with helpers that send requests and observe the state.
 
+use std::ops::Deref;
 use std::time::Duration;
 
 use reqwest::{RequestBuilder, Response, StatusCode};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use warmroute_engines::engine_client::MetricsPage;
-use warmroute_testbed::deployment::{EngineProcess, EngineSpec, LocalDeployment, MODEL};
-use warmroute_testbed::merge_config;
+use warmroute_testbed::deployment::{EngineProcess, EngineSpec, MODEL};
 use warmroute_testbed::ports::until;
 
-use crate::support::deployment::programs;
-use crate::support::openmetrics::{self, OpenMetricsPage};
+pub(crate) use crate::support::deployment::chat;
+use crate::support::deployment::{TestDeployment, with_response_headers};
 
 /// Timeout of every wait, long enough for a busy machine.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
@@ -26,13 +26,19 @@ pub(crate) fn is_reset_inside_response(status: u16, text: &str) -> bool {
     status == 502 && text.ends_with("reset reason: protocol error")
 }
 
-/// Running deployment in its own directory. The processes exit before the directory is removed.
+/// Running deployment.
 pub(crate) struct RoutingBed {
-    pub(crate) stack: LocalDeployment,
-    pub(crate) http: reqwest::Client,
+    pub(crate) stack: TestDeployment,
     /// Last metrics of killed engines, by worker id.
     harvested: Vec<(u64, MetricsPage)>,
-    _dir: tempfile::TempDir,
+}
+
+impl Deref for RoutingBed {
+    type Target = TestDeployment;
+
+    fn deref(&self) -> &TestDeployment {
+        &self.stack
+    }
 }
 
 /// Returns an engine that is twenty times faster than a real one.
@@ -54,6 +60,17 @@ pub(crate) fn patient(shipped: &str) -> String {
         config = config.replace(&format!("{setting}1s"), &format!("{setting}30s"));
     }
     config
+}
+
+/// Returns the shipped configuration with full-duplex request bodies, as in gateways that support
+/// only this mode.
+pub(crate) fn full_duplex(shipped: &str) -> String {
+    let modes = "request_body_mode: BUFFERED # the worker is chosen by the whole prompt\n                \
+                 request_trailer_mode: SKIP";
+    assert_eq!(shipped.matches(modes).count(), 1);
+    let full =
+        "request_body_mode: FULL_DUPLEX_STREAMED\n                request_trailer_mode: SEND";
+    shipped.replace(modes, full)
 }
 
 /// Returns a configuration that does not remove the pins and ranks of clients, as described in
@@ -101,32 +118,17 @@ impl RoutingBed {
         more: Value,
         envoy: impl Fn(&str) -> String,
     ) -> Self {
-        let dir = tempfile::Builder::new()
-            .prefix("warmroute-")
-            .tempdir()
-            .unwrap();
-        let mut stack = LocalDeployment::start_engines(&programs(), specs, dir.path())
+        let mut stack = TestDeployment::engines(specs).await;
+        stack.write_workers().unwrap();
+        stack
+            .start_router(&with_response_headers(more))
             .await
             .unwrap();
-        stack.write_workers().unwrap();
-        let mut config = json!({
-            "gateway": {"response_headers": {"worker": true, "prediction": true}},
-            "requests": {"limits": {"decision_timeout": "30s"}},
-            "process": {"readiness": {"event_sources_timeout": "60s"}, "log": {"level": "info"}},
-        });
-        merge_config(&mut config, &more);
-        stack.start_router(&config).await.unwrap();
         let shipped = stack.envoy_setup().shipped_config(file, &[]).unwrap();
         stack.start_envoy(&envoy(&shipped)).await.unwrap();
-        let http = warmroute_runtime::tls::http_client_builder()
-            .timeout(SOON)
-            .build()
-            .unwrap();
         Self {
             stack,
-            http,
             harvested: Vec::new(),
-            _dir: dir,
         }
     }
 
@@ -232,22 +234,6 @@ impl RoutingBed {
             .unwrap();
     }
 
-    pub(crate) async fn metrics(&self) -> OpenMetricsPage {
-        let request = self
-            .http
-            .get(self.stack.admin_url("/metrics"))
-            .header("accept", openmetrics::ACCEPT);
-        let response = request.send().await.unwrap();
-        assert_eq!(response.status(), StatusCode::OK);
-        OpenMetricsPage::read(&response.text().await.unwrap())
-    }
-
-    /// Waits until the metrics page meets a condition.
-    pub(crate) async fn wait_metrics(&self, what: &str, is_met: impl Fn(&OpenMetricsPage) -> bool) {
-        let met = until(SOON, async || is_met(&self.metrics().await)).await;
-        assert!(met, "{what}:\n{}", self.metrics().await.text());
-    }
-
     /// Returns a field of one worker in `/debug/load`.
     pub(crate) async fn load(&self, id: u64, of: &str) -> u64 {
         let ranks = self.stack.debug_page("load").await.unwrap();
@@ -307,31 +293,7 @@ impl RoutingBed {
     /// Waits until no exchange is open and the index equals the caches of the engines.
     pub(crate) async fn settle(&self) {
         self.wait_idle().await;
-        let agree = async || {
-            let indexed = self.stack.debug_page("index").await.unwrap()["total"]["device"]
-                .as_u64()
-                .unwrap();
-            indexed == self.cached_blocks().await
-        };
-        assert!(
-            until(SOON, agree).await,
-            "the index differs from the caches of the engines"
-        );
-    }
-
-    async fn cached_blocks(&self) -> u64 {
-        let mut blocks = 0;
-        for engine in &self.stack.engines {
-            let Ok(response) = self.http.get(engine.url("/sim/state")).send().await else {
-                continue;
-            };
-            let state: Value = response.json().await.unwrap();
-            let ranks = state["ranks"].as_array().unwrap().iter();
-            blocks += ranks
-                .map(|rank| rank["cached"].as_array().unwrap().len() as u64)
-                .sum::<u64>();
-        }
-        blocks
+        self.stack.settle().await;
     }
 
     /// Sends a request directly to an engine, so that the engine caches the prompt.
@@ -357,11 +319,6 @@ pub(crate) fn path_of(body: &Value) -> &'static str {
 /// template is a common prefix.
 pub(crate) fn text(prompt: &str) -> Value {
     json!({"model": MODEL, "prompt": prompt, "max_tokens": 2})
-}
-
-/// Returns a unary chat request.
-pub(crate) fn chat(question: &str) -> Value {
-    json!({"model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 2})
 }
 
 /// Returns a streaming chat request whose response includes the usage.

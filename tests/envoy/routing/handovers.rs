@@ -350,15 +350,6 @@ async fn call_loses_nothing_when_prefill_workers_die() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn call_loses_only_begun_when_decode_workers_die() {
-    let mut bed = start_call_bed().await;
-    let chaos = chaos(&mut bed, &[&call::DECODE]).await;
-    chaos.assert_only_begun_lost().await;
-    assert_no_leases(&bed, &chaos).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn call_loses_only_begun_when_both_pools_die() {
     let mut bed = start_call_bed().await;
     let chaos = chaos(&mut bed, &[&call::PREFILL, &call::DECODE]).await;
@@ -378,12 +369,6 @@ async fn mirror_chaos(pools: &[&[u64]]) {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn mirror_loses_nothing_when_prefill_workers_die() {
     mirror_chaos(&[&mirror::PREFILL]).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn mirror_loses_only_begun_when_decode_workers_die() {
-    mirror_chaos(&[&mirror::DECODE]).await;
 }
 
 /// Only one worker is dead at a time. If one worker of each pool died at once, a retry could be

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use warmroute_testbed::ports::until;
 
-use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine, stream};
+use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine, full_duplex, stream};
 
 /// Shipped `message_timeout` of Envoy, which a reply can extend.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -177,17 +177,6 @@ async fn queued_request_falls_back_to_envoy_after_crash() {
         let answer = waiter.await.unwrap();
         assert_eq!((answer.engine(), answer.mode()), (1, ""), "{answer:?}");
     }
-}
-
-/// Returns the shipped configuration with full-duplex request bodies, as in gateways that support
-/// only this mode.
-fn full_duplex(shipped: &str) -> String {
-    let modes = "request_body_mode: BUFFERED # the worker is chosen by the whole prompt\n                \
-                 request_trailer_mode: SKIP";
-    assert_eq!(shipped.matches(modes).count(), 1);
-    let full =
-        "request_body_mode: FULL_DUPLEX_STREAMED\n                request_trailer_mode: SEND";
-    shipped.replace(modes, full)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

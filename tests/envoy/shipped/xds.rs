@@ -485,7 +485,7 @@ async fn rejecting_client_is_shown_and_blocks_nothing() {
         (&second.version_info, &second.nonce)
     );
     deployment
-        .metrics_show("both in fleet", |page| page.sum("workers", &[]) == 2.0)
+        .wait_metrics("both in fleet", |page| page.sum("workers", &[]) == 2.0)
         .await;
     drop(answers);
     drop(request_tx);

@@ -335,13 +335,13 @@ async fn terminate_pod(site: &LoadSite) {
     });
     site.serves(&[3, 2]).await;
     site.deployment
-        .metrics_show("the draining worker is still listed", |page| {
+        .wait_metrics("the draining worker is still listed", |page| {
             page.sum("workers", &[]) == 3.0
         })
         .await;
     site.server.delete("pods", "a");
     site.deployment
-        .metrics_show("the worker is removed", |page| {
+        .wait_metrics("the worker is removed", |page| {
             page.sum("workers", &[]) == 2.0
         })
         .await;
@@ -361,7 +361,7 @@ async fn change_fleet_during_outage(site: &mut LoadSite) {
     let is_down =
         |page: &crate::support::openmetrics::OpenMetricsPage| page.sum("discovery_up", &[]) == 0.0;
     site.deployment
-        .metrics_show("discovery_up reports the outage", is_down)
+        .wait_metrics("discovery_up reports the outage", is_down)
         .await;
     site.serves(&[3, 2]).await;
     outage.await;
@@ -369,7 +369,7 @@ async fn change_fleet_during_outage(site: &mut LoadSite) {
     site.server.resume().await;
     site.serves(&[3, 0]).await;
     site.deployment
-        .metrics_show("discovery_up reports the recovery", |page| {
+        .wait_metrics("discovery_up reports the recovery", |page| {
             page.sum("discovery_up", &[]) == 3.0
         })
         .await;

@@ -213,7 +213,7 @@ impl RequestSite {
         // warmroute replaces each worker once, when it discovers the capacity of the engine.
         let all = specs.len() as f64;
         deployment
-            .metrics_show("the capacity of all engines is discovered", |page| {
+            .wait_metrics("the capacity of all engines is discovered", |page| {
                 page.sum(
                     "engine_setting_mismatches",
                     &[("setting", "total_kv_blocks")],
@@ -481,7 +481,7 @@ async fn sheddable_request_is_rejected_while_pool_is_overloaded() {
     assert_eq!(held.status().as_u16(), 200);
     let busy = |page: &OpenMetricsPage| page.sum("worker_active_decode_blocks", &[]) > 0.0;
     site.deployment
-        .metrics_show("the worker is busy", busy)
+        .wait_metrics("the worker is busy", busy)
         .await;
     let header = "x-gateway-inference-objective";
     for (host, objective, status) in [

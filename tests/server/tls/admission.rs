@@ -294,50 +294,6 @@ async fn silent_clients_are_closed_and_delay_no_other() {
 }
 
 #[tokio::test]
-async fn full_listener_replaces_idle_connections_only() {
-    let more = json!({"listeners": {"limits": {"max_connections": 3}}});
-    let site = TlsSite::start(more, |_| ()).await;
-    let used = Channel::from_shared(format!("http://{}", site.ext_proc))
-        .unwrap()
-        .connect_lazy();
-    until("served", async || served(used.clone()).await.unwrap()).await;
-    let mut client = tonic_health::pb::health_client::HealthClient::new(used.clone());
-    let watch = client
-        .watch(tonic_health::pb::HealthCheckRequest::default())
-        .await
-        .unwrap();
-    let mut idle = [
-        TcpStream::connect(site.ext_proc).await.unwrap(),
-        TcpStream::connect(site.ext_proc).await.unwrap(),
-    ];
-    site.wait_metric("connections{listener=\"ext_proc\"}", 3.0)
-        .await;
-    let another = Channel::from_shared(format!("http://{}", site.ext_proc))
-        .unwrap()
-        .connect_lazy();
-    assert!(served(another.clone()).await.unwrap());
-    // Reads the settings frame of the server and the end of the connection.
-    let _read = timeout(PATIENCE, idle[0].read_to_end(&mut Vec::new()))
-        .await
-        .unwrap();
-    site.wait_metric(
-        "connections_closed_total{listener=\"ext_proc\",reason=\"evicted\"}",
-        1.0,
-    )
-    .await;
-    site.wait_metric("connections{listener=\"ext_proc\"}", 3.0)
-        .await;
-    assert_eq!(
-        site.metric("connections_refused_total{listener=\"ext_proc\"}")
-            .await,
-        0.0
-    );
-    assert!(served(used).await.unwrap());
-    drop((watch, another));
-    site.stop().await;
-}
-
-#[tokio::test]
 async fn call_headers_are_bounded() {
     let more = json!({
         "listeners": {

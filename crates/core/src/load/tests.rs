@@ -51,19 +51,6 @@ fn loads(tracker: &LoadTracker) -> Vec<(u32, u64, u64, u64)> {
 }
 
 #[test]
-fn dropped_reservation_releases_everything() {
-    let tracker = LoadTracker::new(Instant::now);
-    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
-    let mut reservation = book(&tracker, booking(0, 1, &[1, 2, 3], 50));
-    assert_eq!(loads(&tracker), [(0, 3, 50, 1)]);
-    reservation.on_first_token();
-    reservation.on_first_token();
-    assert_eq!(loads(&tracker), [(0, 3, 0, 1)]);
-    drop(reservation);
-    assert_eq!(loads(&tracker), [(0, 0, 0, 0)]);
-}
-
-#[test]
 fn prefill_load_excludes_cached_and_untracked_tokens() {
     let tracker = LoadTracker::new(Instant::now);
     tracker.open_slot(RankSlot(0), rank(1), &"m".into());
@@ -96,22 +83,6 @@ fn huge_prompt_lengths_do_not_overflow_load() {
     drop(huge);
     assert_eq!(loads(&tracker), [(0, 1, 16, 1)]);
     drop(small);
-    assert_eq!(loads(&tracker), [(0, 0, 0, 0)]);
-}
-
-#[test]
-fn late_release_does_not_affect_reopened_slot() {
-    let tracker = LoadTracker::new(Instant::now);
-    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
-    let mut late = book(&tracker, booking(0, 1, &[1, 2], 32));
-    tracker.close_slot(RankSlot(0));
-    assert_eq!(loads(&tracker), []);
-    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
-    let present = book(&tracker, booking(0, 1, &[1], 16));
-    late.on_first_token();
-    drop(late);
-    assert_eq!(loads(&tracker), [(0, 1, 16, 1)]);
-    drop(present);
     assert_eq!(loads(&tracker), [(0, 0, 0, 0)]);
 }
 

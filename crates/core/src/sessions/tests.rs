@@ -139,112 +139,6 @@ fn poll(
 }
 
 #[test]
-fn session_stays_bound_until_ttl() {
-    let (sessions, time) = sessions(8);
-    let hold = first(enter(&sessions, "a")).bind(rank(1));
-    time.forward(TTL * 5);
-    assert_eq!(
-        bound(enter(&sessions, "a")).target(),
-        rank(1),
-        "a request is running"
-    );
-    drop(hold);
-    time.forward(TTL - 1);
-    drop(bound(enter(&sessions, "a")));
-    time.forward(TTL - 1);
-    assert_eq!(bound(enter(&sessions, "a")).target(), rank(1));
-    time.forward(TTL);
-    drop(first(enter(&sessions, "a")));
-    assert_eq!(sessions.counts(), SessionCounts::default());
-    let binding = SessionBinding {
-        id: "a".to_owned(),
-        group: false,
-        tenant: None,
-        target: rank(1),
-        idle: None,
-    };
-    assert_eq!(
-        sessions.take_moves(),
-        [
-            SessionMove::Bound(binding.clone()),
-            SessionMove::Unbound(binding)
-        ]
-    );
-    assert_eq!(sessions.take_moves(), []);
-}
-
-#[test]
-fn waiting_requests_wake_with_first_decision() {
-    let (sessions, _) = sessions(8);
-    let binding = first(enter(&sessions, "a"));
-    let flags = [Arc::new(WakeFlag::default()), Arc::new(WakeFlag::default())];
-    let mut two = [
-        waiting(enter(&sessions, "a")),
-        waiting(enter(&sessions, "a")),
-    ];
-    for (waiting, flag) in two.iter_mut().zip(&flags) {
-        assert!(poll(waiting, flag).is_none());
-    }
-    assert_eq!(
-        sessions.counts(),
-        SessionCounts {
-            sessions: 1,
-            running: 0,
-            waiting: 2
-        }
-    );
-    let hold = binding.bind(rank(3));
-    for (mut waiting, flag) in two.into_iter().zip(&flags) {
-        assert!(flag.is_woken());
-        assert_eq!(
-            bound(poll(&mut waiting, flag).unwrap().unwrap()).target(),
-            rank(3)
-        );
-    }
-    assert_eq!(
-        sessions.counts(),
-        SessionCounts {
-            sessions: 1,
-            running: 1,
-            waiting: 0
-        }
-    );
-    drop(hold);
-    assert_eq!(
-        sessions.counts(),
-        SessionCounts {
-            sessions: 1,
-            running: 0,
-            waiting: 0
-        }
-    );
-}
-
-#[test]
-fn next_request_decides_after_abandoned_binding() {
-    let (sessions, _) = sessions(8);
-    let binding = first(enter(&sessions, "a"));
-    let flags = [Arc::new(WakeFlag::default()), Arc::new(WakeFlag::default())];
-    let mut two = [
-        waiting(enter(&sessions, "a")),
-        waiting(enter(&sessions, "a")),
-    ];
-    for (waiting, flag) in two.iter_mut().zip(&flags) {
-        assert!(poll(waiting, flag).is_none());
-    }
-    drop(binding);
-    assert!(flags.iter().all(|flag| flag.is_woken()));
-    let binding = first(poll(&mut two[1], &flags[1]).unwrap().unwrap());
-    assert!(poll(&mut two[0], &flags[0]).is_none());
-    drop(binding.bind(rank(2)));
-    assert!(flags[0].is_woken() && !flags[1].is_woken());
-    assert_eq!(
-        bound(poll(&mut two[0], &flags[0]).unwrap().unwrap()).target(),
-        rank(2)
-    );
-}
-
-#[test]
 fn cancelled_waiter_leaves_no_trace() {
     let (sessions, _) = sessions(8);
     let binding = first(enter(&sessions, "a"));
@@ -259,61 +153,6 @@ fn cancelled_waiter_leaves_no_trace() {
     drop(binding);
     assert!(!flag.is_woken());
     assert_eq!(sessions.counts(), SessionCounts::default());
-}
-
-#[test]
-fn sessions_of_removed_worker_are_rebound() {
-    let (sessions, _) = sessions(8);
-    drop(first(enter(&sessions, "idle")).bind(rank(1)));
-    let hold = first(enter(&sessions, "busy")).bind(rank(1));
-    drop(first(enter(&sessions, "other")).bind(rank(2)));
-    sessions.retain(|worker| worker != WorkerId(1));
-    assert_eq!(
-        sessions.counts(),
-        SessionCounts {
-            sessions: 2,
-            running: 1,
-            waiting: 0
-        }
-    );
-    assert_eq!(ended_bindings(&sessions).len(), 2);
-    let again = first(enter(&sessions, "busy")).bind(rank(3));
-    drop((hold, again));
-    assert_eq!(bound(enter(&sessions, "busy")).target(), rank(3));
-    assert_eq!(bound(enter(&sessions, "other")).target(), rank(2));
-    drop(first(enter(&sessions, "idle")));
-}
-
-#[test]
-fn soft_affinity_rebinds_session() {
-    let (sessions, _) = sessions(8);
-    let mut hold = first(enter(&sessions, "a")).bind(rank(1));
-    hold.rebind(rank(1));
-    assert_eq!(ended_bindings(&sessions), []);
-    hold.rebind(rank(2));
-    assert_eq!(bound(enter(&sessions, "a")).target(), rank(2));
-    assert_eq!(ended_bindings(&sessions)[0].target, rank(1));
-}
-
-#[test]
-fn last_request_ends_session_unless_reused() {
-    let (sessions, _) = sessions(8);
-    let last = first(enter(&sessions, "a")).bind(rank(1));
-    let other = bound(enter(&sessions, "a"));
-    last.finish();
-    drop(last);
-    assert_eq!(
-        sessions.counts().sessions,
-        1,
-        "another request of the session is running"
-    );
-    drop(other);
-    assert_eq!(sessions.counts().sessions, 0);
-    let last = first(enter(&sessions, "a")).bind(rank(1));
-    last.finish();
-    let again = bound(enter(&sessions, "a"));
-    drop((last, again));
-    assert_eq!(sessions.counts().sessions, 1);
 }
 
 #[test]
@@ -371,30 +210,6 @@ fn oversized_ids_and_counts_are_rejected() {
     assert_eq!(refused("2", None), SessionError::Full { limit: 1 });
     drop(hold);
     drop(first(enter(&sessions, "2")));
-}
-
-#[test]
-fn full_store_evicts_least_recently_used_session() {
-    let (sessions, time) = sessions(3);
-    let running = first(enter(&sessions, "running")).bind(rank(1));
-    for id in ["old", "older"] {
-        drop(first(enter(&sessions, id)).bind(rank(2)));
-        time.forward(1);
-    }
-    drop(bound(enter(&sessions, "old")));
-    let new = first(enter(&sessions, "new")).bind(rank(3));
-    assert_eq!(
-        ended_bindings(&sessions),
-        [SessionBinding {
-            id: "older".to_owned(),
-            group: false,
-            tenant: None,
-            target: rank(2),
-            idle: None
-        }]
-    );
-    assert_eq!(bound(enter(&sessions, "old")).target(), rank(2));
-    drop((running, new));
 }
 
 #[test]

@@ -29,9 +29,6 @@ def execute(command):
         for _ in range(command.get("times", 1)):
             sockets[name].send_multipart(frames)
         return None
-    if op == "send_zeros":
-        sockets[name].send_multipart([bytes.fromhex(command["topic"]), bytes(command["size"])])
-        return None
     if op == "receive":
         if not sockets[name].poll(10_000):
             raise TimeoutError(name)

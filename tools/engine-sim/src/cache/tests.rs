@@ -40,30 +40,6 @@ fn event_kinds(events: &[CacheEvent]) -> Vec<String> {
 }
 
 #[test]
-fn repeated_prompt_hits_all_but_last_token() {
-    for (prompt, hit) in [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (16, 12), (17, 16)] {
-        let mut cache = BlockCache::new(BLOCK, 32);
-        assert_eq!(prefill_once(&mut cache, plain(0..prompt)), 0);
-        assert_eq!(
-            prefill_once(&mut cache, plain(0..prompt)),
-            hit,
-            "prompt of {prompt}"
-        );
-    }
-}
-
-#[test]
-fn shared_prefix_hits_up_to_first_difference() {
-    let mut cache = BlockCache::new(BLOCK, 32);
-    prefill_once(&mut cache, plain(0..20));
-    let forked = (0..10).chain(100..110).collect();
-    assert_eq!(
-        prefill_once(&mut cache, TokenSequence::new(forked, BlockKeys::default())),
-        8
-    );
-}
-
-#[test]
 fn hits_and_short_prompts_publish_nothing() {
     let mut cache = BlockCache::new(BLOCK, 32);
     prefill_once(&mut cache, plain(0..3));

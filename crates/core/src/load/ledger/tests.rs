@@ -82,43 +82,6 @@ impl TestLedger {
     }
 }
 
-#[test]
-fn only_later_attempt_replaces_booking() {
-    let mut test_ledger = TestLedger::new(LedgerRules::default());
-    assert_eq!(
-        test_ledger.add("a", 1, booking(0, 2)),
-        Ok(LedgerChange::Applied)
-    );
-    assert_eq!(
-        test_ledger.add("a", 1, booking(0, 2)),
-        Ok(LedgerChange::Unchanged)
-    );
-    for (number, other) in [(1, booking(1, 2)), (1, booking(0, 3)), (0, booking(0, 2))] {
-        assert_eq!(
-            test_ledger.add("a", number, other),
-            Err(LedgerError::AlreadyBooked { attempt: 1 })
-        );
-    }
-    assert_eq!(test_ledger.loads(), [(2, 32, 1), (0, 0, 0)]);
-    assert_eq!(
-        test_ledger.add("a", 2, booking(7, 1)),
-        Err(LedgerError::NotServing { rank: rank(7) })
-    );
-    assert_eq!(test_ledger.loads(), [(2, 32, 1), (0, 0, 0)], "unchanged");
-    assert_eq!(
-        test_ledger.add("a", 2, booking(1, 3)),
-        Ok(LedgerChange::Applied)
-    );
-    assert_eq!(test_ledger.loads(), [(0, 0, 0), (3, 48, 1)]);
-    assert_eq!(
-        (
-            test_ledger.ledger.free(request_attempt("a", 1)),
-            test_ledger.ledger.counts().bookings
-        ),
-        (LedgerChange::Unchanged, 1)
-    );
-}
-
 fn rules_for_one_booking() -> LedgerRules {
     LedgerRules {
         max_ended: 2,
@@ -240,28 +203,6 @@ fn ledger_limits_blocks() {
 }
 
 #[test]
-fn late_message_of_earlier_attempt_is_ignored() {
-    let mut test_ledger = TestLedger::new(LedgerRules::default());
-    test_ledger.add("a", 1, booking(0, 2)).unwrap();
-    assert_eq!(
-        test_ledger.ledger.free(request_attempt("a", 1)),
-        LedgerChange::Applied
-    );
-    test_ledger.add("a", 2, booking(1, 2)).unwrap();
-    let old = request_attempt("a", 1);
-    let late_messages = [
-        test_ledger.ledger.mark_prefill_completed(old),
-        test_ledger.ledger.add_output_block(old, None),
-        test_ledger.ledger.touch(old),
-        test_ledger.ledger.free(old),
-    ];
-    assert_eq!(late_messages, [LedgerChange::Unchanged; 4]);
-    assert_eq!(test_ledger.loads(), [(0, 0, 0), (2, 32, 1)]);
-    assert!(test_ledger.ledger.get(request_attempt("a", 2)).is_some());
-    assert!(test_ledger.ledger.get(old).is_none());
-}
-
-#[test]
 fn external_booking_needs_all_ranks_in_fleet() {
     let mut test_ledger = TestLedger::new(LedgerRules::default());
     let unknown_rank = booking(7, 1);
@@ -329,59 +270,6 @@ fn ledger_limits_bookings_and_blocks() {
     assert_eq!(
         test_ledger.add("b", 0, booking(0, 1)),
         Ok(LedgerChange::Applied)
-    );
-}
-
-#[test]
-fn ledger_expires_only_after_idle_timeout() {
-    type Message = fn(&mut BookingLedger, RequestAttempt<'_>) -> LedgerChange;
-    let messages: [(&str, Message); 3] = [
-        ("touch", BookingLedger::touch),
-        ("mark", BookingLedger::mark_prefill_completed),
-        ("output", |ledger, attempt| {
-            ledger.add_output_block(attempt, Some(0.5))
-        }),
-    ];
-    let idle_timeout = LedgerRules::default().idle_timeout;
-    for (name, message) in messages {
-        let mut test_ledger = TestLedger::new(LedgerRules::default());
-        test_ledger.add("a", 0, booking(0, 1)).unwrap();
-        test_ledger.advance(idle_timeout);
-        assert_eq!(test_ledger.ledger.expire(), 0, "{name}");
-        assert_eq!(
-            message(&mut test_ledger.ledger, request_attempt("a", 0)),
-            LedgerChange::Applied,
-            "{name}"
-        );
-        test_ledger.advance(idle_timeout);
-        assert_eq!(test_ledger.ledger.expire(), 0, "{name}");
-        test_ledger.advance(Duration::from_millis(1));
-        assert_eq!(test_ledger.ledger.expire(), 1, "{name}");
-        assert_eq!(test_ledger.loads(), [(0, 0, 0), (0, 0, 0)], "{name}");
-        assert_eq!(
-            test_ledger.ledger.counts(),
-            LedgerCounts {
-                bookings: 0,
-                expired: 1
-            },
-            "{name}"
-        );
-    }
-}
-
-#[test]
-fn add_expires_idle_bookings() {
-    let mut test_ledger = TestLedger::new(LedgerRules::default());
-    test_ledger.add("a", 0, booking(0, 1)).unwrap();
-    test_ledger.advance(Duration::from_secs(301));
-    test_ledger.add("b", 0, booking(1, 1)).unwrap();
-    assert_eq!(test_ledger.loads(), [(0, 0, 0), (1, 16, 1)]);
-    assert_eq!(
-        test_ledger.ledger.counts(),
-        LedgerCounts {
-            bookings: 1,
-            expired: 1
-        }
     );
 }
 

@@ -1,4 +1,4 @@
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, HashSet};
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -193,26 +193,4 @@ fn prompt_nodes_merge_after_release() {
         tree.remove(kept.unwrap(), RankSlot(0)).removed,
         BlockWeight::ONE.times(25)
     );
-}
-
-/// Checks that the hashes of a released prompt are retained only while another prompt holds a
-/// prefix of it.
-#[test]
-fn shared_prefix_is_counted_once() {
-    let mut tree = PromptTree::default();
-    let prompts: BTreeSet<Vec<u64>> = (0..100)
-        .map(|at| vec![0, 0, 0, at % 3, at / 3 % 3, at / 9 % 3, at / 27])
-        .collect();
-    let leaves: Vec<_> = prompts
-        .iter()
-        .map(|prompt| tree.add(&chained(prompt), RankSlot(7)).0.unwrap())
-        .collect();
-    assert_eq!(
-        tree.held_blocks(&[chained(&[0, 0, 0])]),
-        [0, 0, 0, 0, 0, 0, 0, 3]
-    );
-    leaves
-        .into_iter()
-        .for_each(|leaf| _ = tree.remove(leaf, RankSlot(7)));
-    assert!(tree.nodes.is_empty() && tree.starts.is_empty());
 }

@@ -41,21 +41,6 @@ fn returning_rank_has_its_running_requests() {
     drop(other);
 }
 
-#[test]
-fn requests_stay_at_their_address() {
-    let tracker = LoadTracker::new(Instant::now);
-    tracker.join(&member(0, 1, 1));
-    let before = book(&tracker, booking(0, 1, &[1], 16));
-    tracker.leave(&member(0, 1, 1));
-    tracker.join(&member(1, 1, 2));
-    assert_eq!(loads(&tracker), [(1, 0, 0, 0)], "another engine");
-    let after = book(&tracker, booking(1, 1, &[1], 16));
-    drop(before);
-    assert_eq!(loads(&tracker), [(1, 1, 16, 1)]);
-    drop(after);
-    assert_eq!(loads(&tracker), [(1, 0, 0, 0)]);
-}
-
 /// Running request of the model.
 struct RunningRequest {
     reservation: Reservation,

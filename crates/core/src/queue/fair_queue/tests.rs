@@ -278,26 +278,6 @@ fn rounds_without_affordable_class_are_skipped() {
 }
 
 #[test]
-fn blocked_class_accumulates_no_deficit() {
-    let (_, mut queue, start) = queue_of(&[10, 10]);
-    (0..100).for_each(|at| _ = queue.push(entry(0, 10, start, at)));
-    (100..200).for_each(|at| _ = queue.push(entry(1, 10, start, at)));
-    let second_is_blocked = |entry: &mut QueueEntry<usize>| (entry.payload < 100).then_some(());
-    for _ in 0..50 {
-        queue.unblock_all();
-        assert_eq!(
-            queue.place_next(second_is_blocked).unwrap().0.class,
-            ClassId(0)
-        );
-    }
-    queue.unblock_all();
-    let classes: Vec<_> = (0..6)
-        .map(|_| queue.place_next(|_| Some(())).unwrap().0.class.index())
-        .collect();
-    assert_eq!(classes, [1, 0, 1, 0, 1, 0]);
-}
-
-#[test]
 fn blocked_request_stops_only_its_lane() {
     let (_, mut queue, start) = queue_of(&[1]);
     let among = |set, payload| {

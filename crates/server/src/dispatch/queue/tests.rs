@@ -260,21 +260,6 @@ async fn new_request_does_not_overtake_its_lane() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn strict_priority_is_placed_first() {
-    let queue = queue_with_slots(0, &config_with_threshold());
-    let normal = expect_queued(queue.enter("normal".into(), metadata(10)));
-    let urgent = QueueMetadata {
-        strict_priority: 1,
-        ..metadata(10)
-    };
-    let urgent = expect_queued(queue.enter("urgent".into(), urgent));
-    queue.placer().add(1);
-    let slot = urgent.placement().await.unwrap();
-    assert_eq!((slot.name, queued_requests(&queue)), ("urgent", 1));
-    drop(normal);
-}
-
-#[tokio::test(start_paused = true)]
 async fn cached_prefix_is_refreshed_after_long_wait() {
     for (refresh_after, seconds, refreshed) in [(10, 9, 0), (10, 11, 1), (10, 25, 1), (0, 25, 0)] {
         let queue = queue_with_slots(

@@ -232,26 +232,6 @@ fn exchange_starting_with_body_passes_through() {
 }
 
 #[test]
-fn passthrough_is_named_in_response_header() {
-    let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
-    exchange.on_message(headers(CHAT, false));
-    exchange.on_message(body(b"{}", true));
-    assert_eq!(
-        describe(exchange.on_route(to_no_worker())),
-        ["request body"]
-    );
-    let expected = [
-        "response headers x-warmroute-mode=passthrough",
-        "status 200",
-        "first token",
-    ];
-    assert_eq!(
-        describe(exchange.on_message(response(true, false))),
-        expected
-    );
-}
-
-#[test]
 fn timeout_is_extended_only_in_modes_with_timeout() {
     let wait = Duration::from_millis(30_500);
     let extension = |exchange: &Exchange| exchange.extend_timeout(wait).map(describe_one);

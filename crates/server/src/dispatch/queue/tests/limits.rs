@@ -127,40 +127,6 @@ async fn placeable_request_is_not_rejected_while_others_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn classes_share_capacity_by_quantum() {
-    let class = |name: &str, quantum| -> ClassConfig {
-        serde_json::from_value(serde_json::json!({ "name": name, "quantum": quantum })).unwrap()
-    };
-    let config = QueueConfig {
-        classes: vec![class("much", 30), class("little", 10)],
-        ..config_with_threshold()
-    };
-    let queue = TestPlacer::queue(0, &config, PrefillBacklog::Fixed);
-    let wait = |class: &'static str| {
-        let metadata = QueueMetadata {
-            class: Some(class.into()),
-            ..metadata(10)
-        };
-        tokio::spawn(expect_queued(queue.enter(class.into(), metadata)).placement())
-    };
-    let tasks: Vec<_> = (0..80)
-        .flat_map(|_| [wait("much"), wait("little")])
-        .collect();
-    for placed in 1..=40 {
-        queue.placer().add(1);
-        until_queued(&queue, 160 - placed).await;
-    }
-    let placed: Vec<_> = queue
-        .class_statuses()
-        .iter()
-        .map(|class| 80 - class.depth.requests)
-        .collect();
-    // The tasks hold their slots.
-    assert_eq!(placed, [30, 10]);
-    tasks.iter().for_each(|task| task.abort());
-}
-
-#[tokio::test(start_paused = true)]
 async fn panic_fails_one_request_only() {
     let panics = || TestRequest {
         behavior: PlaceBehavior::Panics,

@@ -32,44 +32,6 @@ fn reply_with_edit(body: &'static [u8]) -> RouteReply {
 }
 
 #[test]
-fn route_cache_is_cleared_if_configured() {
-    let mut exchange = pending_route(ExchangeOptions {
-        clear_route_cache: true,
-        ..options()
-    });
-    let line = describe(exchange.on_route(to_worker())).remove(0);
-    assert!(line.contains(" +route"), "{line}");
-    let mut exchange = pending_route(ExchangeOptions {
-        clear_route_cache: true,
-        ..options()
-    });
-    assert_eq!(
-        describe(exchange.on_route(to_no_worker())),
-        ["request body"]
-    );
-}
-
-#[test]
-fn edited_body_is_returned_whole_in_full_duplex() {
-    let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::FullDuplex);
-    exchange.on_message(headers(CHAT, false));
-    exchange.on_message(body(b"{\"model\":\"requested\"}", false));
-    exchange.on_message(body(b"", true));
-    let lines = describe(exchange.on_route(reply_with_edit(b"{\"model\":\"target\"}")));
-    assert_eq!(
-        lines,
-        [
-            format!("request headers content-length=18 {ROUTE_HEADERS}"),
-            "request body 18 end".into()
-        ]
-    );
-    exchange.on_message(response(true, false));
-    let lines =
-        describe(exchange.on_message(response_body(b"data: {\"model\":\"target\"}\n\n", true)));
-    assert_eq!(lines[0], "response body 29 end");
-}
-
-#[test]
 fn late_full_duplex_body_is_routed_and_unchanged() {
     let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
     let head = RequestHead {
@@ -105,44 +67,6 @@ fn late_full_duplex_body_is_routed_and_unchanged() {
         buffered.on_deadline().is_empty(),
         "in buffered mode, Envoy buffers the body"
     );
-}
-
-#[test]
-fn body_is_not_requested_beside_probe_filter() {
-    let start = ExchangeStart {
-        exchange_key: Some("7".into()),
-        ..ExchangeStart::default()
-    };
-    let mut exchange = exchange_with(
-        options(),
-        start,
-        BodyModes {
-            request: BodyMode::Buffered,
-            response: BodyMode::None,
-        },
-    );
-    exchange.on_message(headers(CHAT, false));
-    exchange.on_message(body(b"{}", true));
-    let Effect::Reply(reply) = exchange.on_route(to_worker()).remove(0) else {
-        panic!("no reply")
-    };
-    assert!(
-        reply
-            .into_message()
-            .dynamic_metadata
-            .unwrap()
-            .fields
-            .contains_key("warmroute")
-    );
-    let head = ["response headers x-warmroute-mode=exact", "status 200"];
-    assert_eq!(describe(exchange.on_message(response(true, false))), head);
-    assert!(exchange.awaits_first_token());
-    let content = ContentReport::Content;
-    assert_eq!(
-        describe(exchange.on_content_report(content)),
-        ["first token"]
-    );
-    assert!(exchange.on_content_report(content).is_empty(), "only once");
 }
 
 #[test]
