@@ -41,7 +41,7 @@ pub(crate) use aging_bloom_filter::AgingBloomFilter;
 pub use event::{ApplyOutcome, GroupNeed, KvEvent, StoredBlock};
 pub use limits::BlockLimits;
 pub use overlaps::{Overlaps, TierBlocks};
-pub use owner_table::{DeviceBlockCount, DeviceBlockCounts, HybridSlots};
+pub use owner_table::{DeviceBlockCounts, HybridSlots, RankDeviceBlocks};
 pub(crate) use path_writer::{InsertedPath, PathEnd, PathWriter};
 pub use position::{EventPosition, ReaderGroup, ReaderState};
 pub use prefix_index::PrefixIndex;

@@ -28,7 +28,7 @@ pub use conditional_prefill::{
     ConditionalPrefillConfig, ConditionalPrefillInputs, ConditionalPrefillPolicy,
     DisaggregationConfig, LocalPrefillReason, PhaseCosts,
 };
-pub use cost::{Cost, CostTerm, CostTerms, TermNames};
+pub use cost::{Cost, CostTerm, CostTerms, PolicyTerms};
 pub use eligibility::{
     Constraints, EligibilityError, ExclusionReason, MissingTopologyError, WorkerAvailability,
     eligible_members, exclusion_reasons, taint_preference,

@@ -4,10 +4,15 @@
 //! around. The result is a [`Placement`]: the route, and RAII guards that release everything the
 //! request holds.
 //!
-//! The methods of [`Router`] are grouped by responsibility: `state` has its parts, the remote index,
-//! and the overload and health of workers; `decide` the decisions; `feedback` the responses, first
-//! tokens and predictions of placed requests; `served` requests that Envoy sent elsewhere;
-//! `parity_checks`, `explain` and `external` what their names say.
+//! The methods of [`Router`] are grouped by responsibility:
+//!
+//! - `state`: parts of the router, remote index, overload and health of workers.
+//! - `decide`: decisions.
+//! - `feedback`: responses, first tokens and predictions of placed requests.
+//! - `served`: requests that Envoy sent to another worker.
+//! - `parity_checks`: checks of predicted tokens.
+//! - `explain`: explanations without side effects.
+//! - `external`: bookings of API clients.
 
 mod cache_lookup;
 mod context;

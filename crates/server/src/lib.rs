@@ -10,7 +10,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
-// Layer 1: application.
+// Layer 1: modules without dependencies on other modules.
 pub mod dispatch;
 pub mod proto;
 pub mod tracking_hash;

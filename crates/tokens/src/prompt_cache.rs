@@ -1,5 +1,5 @@
 //! LRU cache of the pieces of prompts, with a limit in bytes. All tokenizers of the process share
-//! one table; keys are secret hashes, so entries of different owners never collide. The pieces of a
+//! one table; keys are hashes with a secret key, so entries of different owners never collide. The pieces of a
 //! prompt are touched from the last to the first, so the last ones are evicted first.
 
 use std::any::Any;
@@ -27,7 +27,7 @@ const MAX_PROMPT_SHARE: usize = 4;
 const RING_HEAD: u32 = 0;
 
 /// Value of one cache entry, of any type.
-pub(crate) type CachedPiece = Arc<dyn CachedValue>;
+pub(crate) type SharedCachedValue = Arc<dyn CachedValue>;
 
 /// Value with a known use of memory.
 pub(crate) trait CachedValue: Any + Send + Sync {
@@ -86,7 +86,7 @@ struct PromptCacheTable {
 struct PromptCacheEntry {
     key: u128,
     /// `None` in free entries and in the list head.
-    value: Option<CachedPiece>,
+    value: Option<SharedCachedValue>,
     newer: u32,
     older: u32,
 }
@@ -144,7 +144,7 @@ impl PromptCache {
     }
 
     /// Marks the keys in `known` as used and stores the pieces that follow them.
-    pub(crate) fn store(&self, known: &[u128], mut new_pieces: Vec<(u128, CachedPiece)>) {
+    pub(crate) fn store(&self, known: &[u128], mut new_pieces: Vec<(u128, SharedCachedValue)>) {
         let mut room = self.limit() / MAX_PROMPT_SHARE;
         let mut fitting = 0;
         for (_, value) in &new_pieces {
@@ -170,7 +170,7 @@ impl PromptCache {
         }
     }
 
-    fn insert_piece(&self, key: u128, value: &CachedPiece) {
+    fn insert_piece(&self, key: u128, value: &SharedCachedValue) {
         let bytes = entry_bytes(&**value);
         let insert = |table: &mut PromptCacheTable| table.insert(key, value.clone());
         while bytes <= self.limit() && !self.evict_for(bytes, insert) {}
@@ -262,7 +262,7 @@ impl PromptCacheTable {
     }
 
     /// Stores a piece. If the key is present, its piece is equal and stays.
-    fn insert(&mut self, key: u128, value: CachedPiece) {
+    fn insert(&mut self, key: u128, value: SharedCachedValue) {
         if self.positions.contains_key(&key) {
             return self.touch(key);
         }
@@ -293,7 +293,7 @@ impl PromptCacheTable {
     }
 
     /// Removes the least recently used piece.
-    fn remove_oldest(&mut self) -> Option<CachedPiece> {
+    fn remove_oldest(&mut self) -> Option<SharedCachedValue> {
         let oldest = self.entries[RING_HEAD as usize].newer;
         let value = self.entries[oldest as usize].value.take()?;
         self.unlink(oldest);

@@ -58,7 +58,7 @@ pub enum DumpError {
     /// The dump ends early.
     #[error("the dump is truncated")]
     Truncated,
-    /// The checksums match, but the content is inconsistent.
+    /// The content is inconsistent, or a record exceeds the maximum length.
     #[error("the dump is inconsistent: {0}")]
     Malformed(&'static str),
 }
@@ -85,6 +85,11 @@ pub fn write_end(out: &mut impl Write, ranks: u32) -> std::io::Result<()> {
 
 fn write_record(out: &mut impl Write, record: &DumpRecord<&RankDump>) -> std::io::Result<()> {
     let bytes = postcard::to_stdvec(record).map_err(Error::other)?;
+    if bytes.len() as u64 > MAX_RECORD_BYTES {
+        return Err(Error::other(
+            "a rank exceeds the maximum length of a record",
+        ));
+    }
     out.write_all(&(bytes.len() as u64).to_le_bytes())?;
     out.write_all(&bytes)?;
     out.write_all(&xxh3_64(&bytes).to_le_bytes())

@@ -34,23 +34,23 @@ type RankStates = Vec<Option<Arc<SharedRankState>>>;
 #[derive(Clone, Debug, Default)]
 pub struct DeviceBlockCounts(Arc<RankStates>);
 
-/// Device blocks of one slot.
+/// Device blocks of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DeviceBlockCount {
+pub struct RankDeviceBlocks {
     /// Number of cached blocks.
     pub blocks: u64,
-    /// Whether the engine has evicted blocks since its cache was cleared.
+    /// Whether the engine has evicted device blocks since its cache was last cleared.
     pub has_evicted: bool,
 }
 
 impl DeviceBlockCounts {
     /// Returns the device blocks of a slot; none if it has no writer.
     #[inline]
-    pub fn get(&self, slot: RankSlot) -> DeviceBlockCount {
+    pub fn get(&self, slot: RankSlot) -> RankDeviceBlocks {
         let state = self.0.get(slot.index()).and_then(Option::as_ref);
-        state.map_or_else(DeviceBlockCount::default, |state| DeviceBlockCount {
+        state.map_or_else(RankDeviceBlocks::default, |state| RankDeviceBlocks {
             blocks: state.block_count(StorageTier::Device),
-            has_evicted: state.has_evicted.load(Ordering::Relaxed),
+            has_evicted: state.has_evicted(),
         })
     }
 }
@@ -256,7 +256,7 @@ pub(super) struct SharedRankState {
     stores: AtomicU64,
     /// Number of gaps in the event stream.
     gaps: AtomicU32,
-    /// Whether the engine has removed device blocks since the last clear.
+    /// Whether the engine has evicted device blocks since its cache was last cleared.
     has_evicted: AtomicBool,
     pub(super) stale: Mutex<StaleBlocks>,
     pub(super) reinsertions: Mutex<ReinsertionLog>,
@@ -341,12 +341,16 @@ impl SharedRankState {
         }
     }
 
-    pub(super) fn record_eviction(&self) {
-        self.has_evicted.store(true, Ordering::Relaxed);
+    pub(super) fn has_evicted(&self) -> bool {
+        self.has_evicted.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_has_evicted(&self, has_evicted: bool) {
+        self.has_evicted.store(has_evicted, Ordering::Relaxed);
     }
 
     pub(super) fn reset(&self) {
-        self.has_evicted.store(false, Ordering::Relaxed);
+        self.set_has_evicted(false);
         self.stale.lock().reset();
         self.reinsertions.lock().clear(self.event_cursor().stores);
         for count in self.blocks.iter().chain([&self.copies, &self.waiting]) {

@@ -158,6 +158,9 @@ impl RankWriter {
     }
 
     fn remove(&mut self, blocks: &[EngineHash], tier: StorageTier) -> ApplyOutcome {
+        if tier == StorageTier::Device && !blocks.is_empty() {
+            self.shared.set_has_evicted(true);
+        }
         let mut scratch = std::mem::take(&mut self.buffers);
         let mut outcome = ApplyOutcome::Ok;
         let mut evicted = Vec::new();
@@ -231,12 +234,11 @@ impl RankWriter {
     }
 
     fn record_evicted(&mut self, engine: EngineHash, tier: StorageTier) {
-        if tier != StorageTier::Device {
-            return;
-        }
-        self.shared.record_eviction();
-        let stores = self.shared.event_cursor().stores;
-        if let Some(unknown_until) = self.evicted.insert(engine, stores) {
+        if tier == StorageTier::Device
+            && let Some(unknown_until) = self
+                .evicted
+                .insert(engine, self.shared.event_cursor().stores)
+        {
             self.shared.reinsertions.lock().mark_unknown(unknown_until);
         }
     }
@@ -313,6 +315,8 @@ impl RankWriter {
     }
 
     fn remove_group(&mut self, group: u32, blocks: &[EngineHash]) -> ApplyOutcome {
+        // The groups share the blocks of the device (vLLM).
+        self.shared.set_has_evicted(true);
         let Some(groups) = &mut self.groups else {
             return ApplyOutcome::BlockNotFound;
         };

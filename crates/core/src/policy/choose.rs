@@ -4,7 +4,7 @@
 use rand::{Rng, RngExt};
 
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{Cost, CostModel, ModelVisitor, cost, total};
+use super::cost::{Cost, CostModel, CostModelVisitor, cost, total};
 use super::linear::{effective_blocks, round_to_u64};
 use super::seconds::{SecondsModel, SecondsSettings};
 use super::settings::{PolicySettings, RoutingPolicy};
@@ -45,7 +45,7 @@ pub fn choose(
         temperature: settings.weights.router_temperature,
         rng,
     };
-    let (selected, cost) = settings.visit_model(input, candidates, visitor)?;
+    let (selected, cost) = settings.visit_cost_model(input, candidates, visitor)?;
     let SelectedCandidate {
         index,
         ties,
@@ -73,7 +73,7 @@ pub fn costs(
     candidates: &[Candidate],
     settings: &PolicySettings,
 ) -> Vec<Cost> {
-    settings.visit_model(input, candidates, CostVisitor { candidates })
+    settings.visit_cost_model(input, candidates, CostVisitor { candidates })
 }
 
 /// Returns the cost in seconds of the candidate at a position, by the policy `seconds` with the
@@ -105,7 +105,7 @@ pub(super) fn cheapest_index(
         temperature: 0.0,
         rng,
     };
-    let (selected, _) = settings.visit_model(input, candidates, visitor)?;
+    let (selected, _) = settings.visit_cost_model(input, candidates, visitor)?;
     Some(selected.index)
 }
 
@@ -113,7 +113,7 @@ struct CostVisitor<'a> {
     candidates: &'a [Candidate],
 }
 
-impl ModelVisitor for CostVisitor<'_> {
+impl CostModelVisitor for CostVisitor<'_> {
     type Output = Vec<Cost>;
 
     fn visit(self, model: &impl CostModel) -> Vec<Cost> {
@@ -130,7 +130,7 @@ struct ChoiceVisitor<'a, R> {
     rng: &'a mut R,
 }
 
-impl<R: Rng> ModelVisitor for ChoiceVisitor<'_, R> {
+impl<R: Rng> CostModelVisitor for ChoiceVisitor<'_, R> {
     type Output = Option<(SelectedCandidate, Cost)>;
 
     fn visit(self, model: &impl CostModel) -> Self::Output {

@@ -16,14 +16,14 @@ pub struct Cost {
     pub terms: CostTerms,
     /// Factor from the preferred taints.
     pub taint_factor: f64,
-    /// Sum of the terms times the taint factor.
+    /// Sum of the summands, times the taint factor.
     pub total: f64,
 }
 
-/// Names of a policy and its terms. Policies declare them as `const`, because the compiler does not
+/// Name and terms of a policy, and which terms are added up. Policies declare them as `const`, because the compiler does not
 /// read a `static` of another crate, and the sum of a cost needs their number.
 #[derive(Debug, PartialEq)]
-pub struct TermNames {
+pub struct PolicyTerms {
     /// Name of the policy.
     pub policy: &'static str,
     /// Names of the terms: first those that only explain the cost, then those that are added up.
@@ -32,10 +32,10 @@ pub struct TermNames {
     pub summands: usize,
 }
 
-/// Terms of one policy.
+/// Values of the terms of a policy for one candidate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostTerms {
-    names: &'static TermNames,
+    names: &'static PolicyTerms,
     values: [f64; MAX_TERMS],
 }
 
@@ -51,7 +51,7 @@ pub struct CostTerm {
 impl CostTerms {
     /// Creates the terms with these values.
     #[inline(always)]
-    pub fn new<const N: usize>(names: &'static TermNames, values: [f64; N]) -> Self {
+    pub fn new<const N: usize>(names: &'static PolicyTerms, values: [f64; N]) -> Self {
         const { assert!(N <= MAX_TERMS) };
         debug_assert_eq!(names.terms.len(), N);
         let mut terms = Self {
@@ -75,8 +75,8 @@ impl CostTerms {
 
     /// Iterates over the terms that are added up, in the order of their addition.
     pub fn summands(&self) -> impl Iterator<Item = CostTerm> + '_ {
-        let inputs = self.names.terms.len() - self.names.summands;
-        self.iter().skip(inputs)
+        let explaining_terms = self.names.terms.len() - self.names.summands;
+        self.iter().skip(explaining_terms)
     }
 
     /// Returns the value of a term, if the policy has it.
@@ -123,7 +123,7 @@ pub(super) trait CostModel {
 }
 
 /// Operation on the cost function of a choice, compiled once for each policy.
-pub(super) trait ModelVisitor {
+pub(super) trait CostModelVisitor {
     type Output;
 
     fn visit(self, model: &impl CostModel) -> Self::Output;

@@ -1,9 +1,9 @@
 //! Policy `least_loaded`: the rank with the fewest running requests.
 
 use super::candidate::Candidate;
-use super::cost::{CostModel, CostTerms, TermNames};
+use super::cost::{CostModel, CostTerms, PolicyTerms};
 
-const TERMS: TermNames = TermNames {
+const TERMS: PolicyTerms = PolicyTerms {
     policy: "least_loaded",
     terms: &["requests"],
     summands: 1,

@@ -4,11 +4,11 @@
 //! random, and a different rounding would turn a tie into a preference.
 
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{CostModel, CostTerms, TermNames};
+use super::cost::{CostModel, CostTerms, PolicyTerms};
 use super::weights::Weights;
 use crate::worker::WorkerRole;
 
-const TERMS: TermNames = TermNames {
+const TERMS: PolicyTerms = PolicyTerms {
     policy: "linear",
     terms: &[
         "prefill_blocks",

@@ -1,9 +1,9 @@
 //! Policy `lmetric`: prefill tokens that would be outstanding, times the requests that would run.
 
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{CostModel, CostTerms, TermNames};
+use super::cost::{CostModel, CostTerms, PolicyTerms};
 
-const TERMS: TermNames = TermNames {
+const TERMS: PolicyTerms = PolicyTerms {
     policy: "lmetric",
     terms: &["prefill_tokens", "requests", "product"],
     summands: 1,
@@ -15,8 +15,8 @@ pub(super) struct LmetricModel<'a> {
 }
 
 impl CostModel for LmetricModel<'_> {
-    /// The tokens are those that would be outstanding, without cached ones, and the requests those
-    /// that would run. Their product is the cost.
+    /// `prefill_tokens` counts the uncached prompt tokens that would be outstanding, and `requests`
+    /// the requests that would run. `product` is the cost.
     #[inline(always)]
     fn terms(&self, _index: usize, candidate: &Candidate) -> CostTerms {
         let prefill_tokens =

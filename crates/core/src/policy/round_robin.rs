@@ -3,9 +3,9 @@
 //! advance it.
 
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{CostModel, CostTerms, TermNames};
+use super::cost::{CostModel, CostTerms, PolicyTerms};
 
-const TERMS: TermNames = TermNames {
+const TERMS: PolicyTerms = PolicyTerms {
     policy: "round_robin",
     terms: &["distance"],
     summands: 1,

@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{CostModel, CostTerms, TermNames};
+use super::cost::{CostModel, CostTerms, PolicyTerms};
 use super::weights::Weights;
 use crate::load::{DecodeBatch, LatencyCoefficients, PrefillWork};
 use crate::worker::WorkerRole;
@@ -93,7 +93,7 @@ enum PricedPhase {
     Decode,
 }
 
-const TERMS: TermNames = TermNames {
+const TERMS: PolicyTerms = PolicyTerms {
     policy: "seconds",
     terms: &[
         "cached_tokens",

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::ModelVisitor;
+use super::cost::CostModelVisitor;
 use super::least_loaded::LeastLoadedModel;
 use super::linear::LinearModel;
 use super::lmetric::LmetricModel;
@@ -153,8 +153,9 @@ impl PolicySettings {
             PolicyName::RoundRobin => other(RoutingPolicy::RoundRobin),
         }
     }
+
     /// Creates the cost function of the policy and applies `visitor` to it.
-    pub(super) fn visit_model<V: ModelVisitor>(
+    pub(super) fn visit_cost_model<V: CostModelVisitor>(
         &self,
         input: &PolicyInput,
         candidates: &[Candidate],

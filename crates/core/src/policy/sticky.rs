@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{CostModel, CostTerms, TermNames};
+use super::cost::{CostModel, CostTerms, PolicyTerms};
 
 /// A warm rank holds at least this share of the longest cached prefix, and
 const MIN_SHARE_OF_BEST: f64 = 0.8;
@@ -34,7 +34,7 @@ impl Default for StickySettings {
 /// Penalty of a cold rank: more tokens than any queue has.
 const COLD_TOKENS: f64 = (1_u64 << 62) as f64;
 
-const TERMS: TermNames = TermNames {
+const TERMS: PolicyTerms = PolicyTerms {
     policy: "sticky",
     terms: &["queue", "uncached", "requests", "cold"],
     summands: 4,

@@ -41,9 +41,9 @@ pub(super) struct RankBlocks {
     /// Blocks that new ones use before the engine evicts others: neither cached nor needed by
     /// outstanding prefills. 0 if the total is unknown.
     ///
-    /// An engine that has evicted blocks has none. It evicts the blocks that were unused for the
-    /// longest time, and empty blocks, such as the last one of a prompt, count among them. If they
-    /// counted as free, the rank that was used last would be preferred.
+    /// An engine that has evicted blocks has no free blocks. It reuses blocks in the order of their
+    /// last use. A block without cached content, such as the incomplete last block of a prompt, is in
+    /// that order too. If such blocks counted as free, the rank that was used last would be preferred.
     pub(super) free: u64,
     /// Value of the blocks that are evicted next, relative to those of other ranks.
     pub(super) eviction_value: f64,

@@ -1,5 +1,5 @@
-//! Life of a request after its decision, as far as later decisions depend on it: its responses, the
-//! duration of its prefill, and its predictions.
+//! Feedback from a request after its decision: its responses, the duration of its prefill, and its
+//! predictions. Later decisions use it.
 
 use std::time::Instant;
 

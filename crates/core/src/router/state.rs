@@ -30,7 +30,7 @@ use crate::health::{
 use crate::index::{BlockLimits, Overlaps, PrefixIndex, TierBlocks};
 use crate::load::{LoadTracker, Reservation};
 use crate::parity::ParityRegistry;
-use crate::worker::{ModelName, RankSlot, WorkerId, WorkerRank, WorkerRole};
+use crate::worker::{ModelName, RankSlot, Worker, WorkerId, WorkerRank, WorkerRole};
 
 /// State that decisions read, and the API of the router.
 pub struct Router {
@@ -92,6 +92,44 @@ impl Router {
         self.feedback.set_fleet(&fleet, self.load.now());
         self.fleet.store(fleet);
         self.lookup.sources.update_windows(&self.fleet);
+    }
+
+    /// Replaces the workers of the fleet, and returns the added members. Workers that stay keep their
+    /// load and their blocks. Calls must not run concurrently.
+    pub fn set_workers(&self, workers: impl IntoIterator<Item = Worker>) -> Vec<FleetMember> {
+        let before = self.fleet();
+        let change = before.reconcile(workers.into_iter().collect());
+        let moved = change.moved_ranks();
+        let removed = change.removed.iter();
+        let (moving, leaving): (Vec<_>, Vec<_>) =
+            removed.partition(|member| moved.contains(&member.rank));
+        // A rank that gets another slot takes its bookings to it.
+        moving.iter().for_each(|member| self.load.leave(member));
+        for member in &change.added {
+            self.load.join(member);
+            self.predictors().open_rank(member);
+        }
+        self.set_fleet(Arc::new(change.fleet));
+        leaving.iter().for_each(|member| self.load.leave(member));
+        for member in &change.removed {
+            self.predictors().close_rank(member);
+        }
+        self.update_capacity(&before, &change.updated);
+        change.added
+    }
+
+    /// Applies the new number of blocks of members that stay.
+    pub fn update_capacity(&self, before: &Fleet, updated: &[FleetMember]) {
+        let blocks = |member: &FleetMember| member.worker.capacity.total_kv_blocks;
+        let is_resized = |member: &&FleetMember| {
+            before
+                .member(member.slot)
+                .is_none_or(|old| blocks(old) != blocks(member))
+        };
+        for member in updated.iter().filter(is_resized) {
+            self.predictors().resize_rank(member);
+            self.set_block_limits(member);
+        }
     }
 
     /// Returns the prefix index.

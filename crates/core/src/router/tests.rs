@@ -70,22 +70,8 @@ fn clocked(
     let clock = clock.clone();
     let load = LoadTracker::new(move || clock.now());
     let router = Router::new(PrefixIndex::new(), load, settings, 1);
-    publish(&router, workers);
+    router.set_workers(workers);
     router
-}
-
-/// Publishes a fleet, as the fleet controller does.
-fn publish(router: &Router, workers: impl IntoIterator<Item = Worker>) {
-    let change = router.fleet().reconcile(workers.into_iter().collect());
-    change
-        .added
-        .iter()
-        .for_each(|member| router.load().join(member));
-    router.set_fleet(Arc::new(change.fleet));
-    change
-        .removed
-        .iter()
-        .for_each(|member| router.load().leave(member));
 }
 
 /// Manual clock.

@@ -235,7 +235,7 @@ impl FleetController {
             self.router.predictors().open_rank(member);
             self.start_source(member);
         }
-        self.update_capacity(&before, &change.updated);
+        self.router.update_capacity(&before, &change.updated);
         if !before.is_empty() && !change.added.is_empty() && self.parts.publisher.is_enabled() {
             // Envoy must know new endpoints before they are chosen. Removed endpoints stay
             // published until they are no longer chosen.
@@ -341,20 +341,6 @@ impl FleetController {
             }
         }
         self.parts.warm_start = None;
-    }
-
-    /// Updates the capacity of changed workers, which bounds the predicted blocks.
-    fn update_capacity(&self, before: &Fleet, changed: &[FleetMember]) {
-        let blocks = |member: &FleetMember| member.worker.capacity.total_kv_blocks;
-        let other = |member: &&FleetMember| {
-            before
-                .member(member.slot)
-                .is_none_or(|old| blocks(old) != blocks(member))
-        };
-        for member in changed.iter().filter(other) {
-            self.router.predictors().resize_rank(member);
-            self.router.set_block_limits(member);
-        }
     }
 }
 

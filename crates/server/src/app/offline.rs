@@ -45,12 +45,7 @@ impl OfflineRouter {
             remote_index: None,
         };
         let preprocessor = parts::preprocessor(config, models, deps)?;
-        let change = router.fleet().reconcile(workers);
-        for member in &change.added {
-            router.load().join(member);
-            router.predictors().open_rank(member);
-        }
-        router.set_fleet(Arc::new(change.fleet));
+        router.set_workers(workers);
         Ok(Self {
             preprocessor,
             dispatcher,

@@ -158,7 +158,7 @@ impl Reloader {
         });
     }
 
-    /// Returns a value that follows the reloads that change it.
+    /// Returns a receiver of a value. Each reload that changes the value sends it.
     pub(super) fn watch<T: PartialEq + Send + Sync + 'static>(
         &self,
         initial: T,

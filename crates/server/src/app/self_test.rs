@@ -22,7 +22,7 @@ use super::parity_log;
 use super::poll_config::{PollConfig, PollConfigReceiver};
 use super::reload::Reloader;
 use super::self_test_subjects::Subjects;
-use super::worker_schedule::{Incarnation, WorkerSchedule};
+use super::worker_schedule::{WorkerIncarnation, WorkerSchedule};
 use crate::config::{CanaryHeaders, Config};
 use crate::self_test::config::SelfTestConfig;
 
@@ -52,8 +52,6 @@ impl SelfTestSettings {
         }
     }
 }
-
-type SelfTestPlan = PollConfig<SelfTestSettings>;
 
 /// State of the self-test.
 struct SelfTestRunner {
@@ -163,7 +161,7 @@ impl SelfTestRunner {
             .filter(|worker| settings.subjects.contains_key(&worker.model));
         let mut due = Vec::new();
         for worker in tested {
-            let incarnation = Incarnation::of(worker, &self.router, &ejected);
+            let incarnation = WorkerIncarnation::of(worker, &self.router, &ejected);
             let is_ejected = incarnation.is_ejected;
             let schedule = self.schedules.entry(worker.id).or_default();
             if schedule.observe(incarnation)
@@ -358,7 +356,7 @@ async fn finish_tests(tests: &mut Option<RunningTests>) -> Vec<SelfTestResult> {
 }
 
 async fn run_tests(
-    plan: Arc<SelfTestPlan>,
+    plan: Arc<PollConfig<SelfTestSettings>>,
     fleet: Arc<Fleet>,
     due: Vec<Arc<Worker>>,
 ) -> Vec<SelfTestResult> {

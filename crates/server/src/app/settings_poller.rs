@@ -23,7 +23,7 @@ use warmroute_metrics::{Metrics, OutcomeLabel};
 use super::background::BackgroundTasks;
 use super::poll_config::{PollConfig, PollConfigReceiver};
 use super::reload::Reloader;
-use super::worker_schedule::{Incarnation, WorkerSchedule};
+use super::worker_schedule::{WorkerIncarnation, WorkerSchedule};
 use crate::config::EngineDiscoveryConfig;
 use responses::{EngineResponses, ListedModels};
 
@@ -170,7 +170,7 @@ impl EngineSettingsPoller {
         for worker in fleet.workers() {
             let key = (worker.id, worker.endpoint);
             let schedule = &mut known.entry(key).or_default().schedule;
-            schedule.observe(Incarnation::of(worker, &self.router, &ejected));
+            schedule.observe(WorkerIncarnation::of(worker, &self.router, &ejected));
             if schedule.is_due() {
                 due.push((schedule.was_queried(), key, worker.model.clone()));
             }

@@ -14,7 +14,7 @@ const REQUERY_DELAY: Duration = Duration::from_secs(5);
 
 /// State of a worker that changes with a restart.
 #[derive(Debug)]
-pub(super) struct Incarnation {
+pub(super) struct WorkerIncarnation {
     endpoint: WorkerEndpoint,
     /// True if the worker is ejected.
     pub(super) is_ejected: bool,
@@ -22,7 +22,7 @@ pub(super) struct Incarnation {
     restarts: u64,
 }
 
-impl Incarnation {
+impl WorkerIncarnation {
     /// Returns the current incarnation of a worker.
     pub(super) fn of(worker: &Worker, router: &Router, ejected: &HashSet<WorkerId>) -> Self {
         let facts = |rank| {
@@ -46,7 +46,7 @@ impl Incarnation {
 
     /// Returns whether the engine may have been replaced since `before`: the worker was readmitted,
     /// restarted, or changed its endpoint.
-    fn may_differ_from(&self, before: &Incarnation) -> bool {
+    fn may_differ_from(&self, before: &WorkerIncarnation) -> bool {
         let is_readmitted = before.is_ejected && !self.is_ejected;
         is_readmitted || before.restarts != self.restarts || before.endpoint != self.endpoint
     }
@@ -55,7 +55,7 @@ impl Incarnation {
 /// Schedule of the queries of one worker. A new worker is due at once.
 #[derive(Debug, Default)]
 pub(super) struct WorkerSchedule {
-    incarnation: Option<Incarnation>,
+    incarnation: Option<WorkerIncarnation>,
     last_query: Option<Instant>,
     next_query: Option<Instant>,
     is_running: bool,
@@ -64,12 +64,12 @@ pub(super) struct WorkerSchedule {
 impl WorkerSchedule {
     /// Records the current incarnation. Returns whether the engine may have been replaced, and then
     /// schedules a query.
-    pub(super) fn observe(&mut self, incarnation: Incarnation) -> bool {
+    pub(super) fn observe(&mut self, incarnation: WorkerIncarnation) -> bool {
         let before = self.incarnation.take();
         let may_differ = before.is_some_and(|before| incarnation.may_differ_from(&before));
         self.incarnation = Some(incarnation);
         if may_differ {
-            self.limit_next_query(self.last_query.map(|last| last + REQUERY_DELAY));
+            self.advance_next_query(self.last_query.map(|last| last + REQUERY_DELAY));
         }
         may_differ
     }
@@ -92,16 +92,16 @@ impl WorkerSchedule {
         self.is_running = true;
     }
 
-    /// Records the end of a query. After a transient failure, the next one follows soon.
+    /// Records the end of a query. After a transient failure, the next one follows after a short pause.
     pub(super) fn finish(&mut self, is_transient_failure: bool) {
         self.is_running = false;
         if is_transient_failure {
-            self.limit_next_query(Some(Instant::now() + REQUERY_DELAY));
+            self.next_query = Some(Instant::now() + REQUERY_DELAY);
         }
     }
 
-    /// Queries no later than at `latest`; `None` means now.
-    fn limit_next_query(&mut self, latest: Option<Instant>) {
+    /// Moves the next query to `latest`, if it is later. `None` means now.
+    fn advance_next_query(&mut self, latest: Option<Instant>) {
         // `None` is the earliest time.
         self.next_query = self.next_query.min(latest);
     }
@@ -113,8 +113,8 @@ mod tests {
 
     const INTERVAL: Duration = Duration::from_secs(300);
 
-    fn incarnation(restarts: u64) -> Incarnation {
-        Incarnation {
+    fn incarnation(restarts: u64) -> WorkerIncarnation {
+        WorkerIncarnation {
             endpoint: "127.0.0.1:8000".parse().unwrap(),
             is_ejected: false,
             restarts,
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn repeated_restarts_limit_query_rate() {
+    fn query_rate_is_limited_during_repeated_restarts() {
         let mut schedule = WorkerSchedule::default();
         assert!(!schedule.observe(incarnation(0)), "the worker is new");
         assert!(schedule.is_due());
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn restart_during_query_is_queried_again() {
+    fn worker_restarted_during_query_is_queried_again() {
         let mut schedule = WorkerSchedule::default();
         schedule.observe(incarnation(0));
         schedule.start(INTERVAL);
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn only_transient_failures_are_requeried_soon() {
+    fn only_transient_failure_shortens_query_delay() {
         for is_transient in [false, true] {
             let mut schedule = WorkerSchedule::default();
             schedule.start(INTERVAL);

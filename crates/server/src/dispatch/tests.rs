@@ -78,16 +78,7 @@ fn new_dispatcher(
 }
 
 fn publish(router: &Router, ids: std::ops::RangeInclusive<u64>) {
-    let change = Fleet::clone(&router.fleet()).reconcile(ids.map(worker).collect());
-    change
-        .added
-        .iter()
-        .for_each(|member| router.load().join(member));
-    router.set_fleet(Arc::new(change.fleet));
-    change
-        .removed
-        .iter()
-        .for_each(|member| router.load().leave(member));
+    router.set_workers(ids.map(worker));
 }
 
 /// Returns a request with its own prompt of 401 tokens.

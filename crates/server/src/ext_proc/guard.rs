@@ -288,7 +288,7 @@ impl ExchangeGuard {
     /// Releases all resources at the end of the response, although Envoy may keep the stream open.
     pub(super) fn on_completed(&mut self) {
         self.end = ExchangeEnd::Complete(Instant::now());
-        let is_success = self.successful_response().is_some();
+        let is_success = self.response_with_prefill().is_some();
         self.end_remote_prefill(is_success);
         let prompts = self.release();
         self.observe_duration();
@@ -296,8 +296,8 @@ impl ExchangeGuard {
         self.audit_response(prompts);
     }
 
-    /// Releases the resources of the exchange, and returns the prompts of a request that has
-    /// succeeded.
+    /// Releases the resources of the exchange. Returns the prompts if the response proves that they
+    /// are cached.
     fn release(&mut self) -> Vec<BlockHashes> {
         if matches!(self.end, ExchangeEnd::Abandoned | ExchangeEnd::Closed) {
             self.report_outcome(RequestOutcome::Cancelled);
@@ -306,7 +306,7 @@ impl ExchangeGuard {
             return Vec::new();
         };
         let mut prompts = Vec::new();
-        if let Some(response) = self.successful_response() {
+        if let Some(response) = self.response_with_prefill() {
             let placement = &mut active.placement;
             if matches!(self.end, ExchangeEnd::Complete(_)) {
                 self.router.on_completed_response(placement);
@@ -325,7 +325,7 @@ impl ExchangeGuard {
     }
 
     /// Returns the response, if it proves that the prompt's blocks are cached.
-    fn successful_response(&self) -> Option<&StartedResponse> {
+    fn response_with_prefill(&self) -> Option<&StartedResponse> {
         let response = self.response.as_ref()?;
         response.proves_prefill(self.end).then_some(response)
     }

@@ -23,7 +23,7 @@ use super::body::RequestBody;
 use super::encode_time::{EncodeKind, thread_cpu_time};
 use super::engine_tokens::{EngineTokensClient, EngineTokensResult, RenderQuery};
 use super::header_context::HeaderContext;
-use super::partial_request::{BodyFields, HashedPrompts, PartialRequest, estimate_tokens};
+use super::partial_request::{BodyFields, PartialRequest, PromptEncoding, estimate_tokens};
 use super::preprocessor::RequestPreprocessor;
 use super::prompt_encoder::{ParsedRequest, PromptEncoder, StageTimer, unknown_prompt_reason};
 use crate::dispatch::ResponseReference;
@@ -250,7 +250,7 @@ impl RequestPreprocessor {
         let estimate = estimated.prompt.tokens();
         let blocks = match &fields.resolved {
             None if api.workload() == ApiWorkload::None => estimated,
-            None => HashedPrompts::estimated(estimate, Reason::UnknownModel),
+            None => PromptEncoding::estimated(estimate, Reason::UnknownModel),
             Some(_) if parsed.request.prompt == PromptInput::NoPrompt => estimated,
             Some(resolved) => {
                 let cache = cache_salt(context, fields.extension.as_deref(), &parsed);
@@ -367,8 +367,8 @@ fn decode_utf8(body: &Bytes) -> Result<Bytes, ParseError> {
     })
 }
 
-/// Returns the estimated length of a prompt that is not tokenized, and the reason.
-fn untokenized_prompt(prompt: &PromptInput) -> Option<HashedPrompts> {
+/// Returns the estimate for a prompt that is never tokenized; `None` for other prompts.
+fn untokenized_prompt(prompt: &PromptInput) -> Option<PromptEncoding> {
     let (bytes, reason) = match prompt {
         // The size of an image is unrelated to its tokens, and far exceeds that of the text.
         PromptInput::Chat(chat) if chat.has_media() => (chat.text_bytes(), Reason::Multimodal),
@@ -376,5 +376,5 @@ fn untokenized_prompt(prompt: &PromptInput) -> Option<HashedPrompts> {
         PromptInput::NoPrompt => (0, Reason::NotInference),
         _ => return None,
     };
-    Some(HashedPrompts::estimated(estimate_tokens(bytes), reason))
+    Some(PromptEncoding::estimated(estimate_tokens(bytes), reason))
 }

@@ -43,7 +43,7 @@ impl EncoderLimiter {
     }
 
     /// Runs a job on an encoder thread. The error is `busy` if the queue is full, and `client` if
-    /// the job panics.
+    /// the job panics in this process.
     pub(super) async fn run<T: Send + 'static>(
         &self,
         job: impl FnOnce() -> T + Send + 'static,

@@ -24,7 +24,7 @@ pub(super) const MAX_ESTIMATED_TOKENS: u64 = 131_072;
 /// Result of reading a body.
 pub(super) struct PartialRequest {
     pub(super) fields: BodyFields,
-    pub(super) blocks: HashedPrompts,
+    pub(super) blocks: PromptEncoding,
     pub(super) stage_times: Vec<(&'static str, Duration)>,
 }
 
@@ -45,12 +45,12 @@ pub(super) struct BodyFields {
     pub(super) skips_prefix_cache: bool,
     /// Stored responses that the request refers to or creates.
     pub(super) response_reference: ResponseReference,
-    /// The parse error.
+    /// Message of the error if the body cannot be parsed.
     pub(super) parse_error: Option<String>,
 }
 
-/// The prompts of a request, as far as they are known.
-pub(super) struct HashedPrompts {
+/// Encoding of the prompts of a request: block hashes and tokens, or only an estimated length.
+pub(super) struct PromptEncoding {
     pub(super) prompt: RoutePrompt,
     /// Blocks in load tracking, if they differ from those of the prompt.
     pub(super) tracked_blocks: Option<Vec<Arc<[SequenceHash]>>>,
@@ -64,11 +64,11 @@ impl PartialRequest {
     pub(super) fn without_body(api: ApiKind, bytes: usize, reason: Reason) -> Self {
         let blocks = match api.workload() {
             // A request without a prompt causes no load, whatever its error.
-            ApiWorkload::None => HashedPrompts::estimated(0, Reason::NotInference),
+            ApiWorkload::None => PromptEncoding::estimated(0, Reason::NotInference),
             ApiWorkload::Prompt | ApiWorkload::LoadOnly if api.has_text_body() => {
-                HashedPrompts::estimated(estimate_tokens(bytes), reason)
+                PromptEncoding::estimated(estimate_tokens(bytes), reason)
             }
-            ApiWorkload::Prompt | ApiWorkload::LoadOnly => HashedPrompts::estimated(0, reason),
+            ApiWorkload::Prompt | ApiWorkload::LoadOnly => PromptEncoding::estimated(0, reason),
         };
         Self {
             fields: BodyFields::default(),
@@ -129,7 +129,7 @@ impl BodyFields {
     }
 }
 
-impl HashedPrompts {
+impl PromptEncoding {
     /// Returns prompts of which only the estimated length is known, and the reason.
     pub(super) fn estimated(tokens: u64, reason: Reason) -> Self {
         Self {

@@ -12,7 +12,7 @@ use super::body::RequestBody;
 use super::engine_tokens::EngineTokensResult;
 use super::header_context::HeaderContext;
 use super::models::ResolvedModel;
-use super::partial_request::{BodyFields, HashedPrompts, PartialRequest};
+use super::partial_request::{BodyFields, PartialRequest, PromptEncoding};
 use super::preprocessor::RequestPreprocessor;
 use super::prompt_encoder::PromptEncoder;
 use super::routing_hints::{HeaderLookup, RoutingHints};
@@ -137,7 +137,7 @@ impl RequestPreprocessor {
                 response_reference,
                 ..BodyFields::default()
             },
-            blocks: HashedPrompts::estimated(0, Reason::NotInference),
+            blocks: PromptEncoding::estimated(0, Reason::NotInference),
             stage_times: Vec::new(),
         }
     }

@@ -20,7 +20,7 @@ use warmroute_tokens::prompt::{EncodeError, EngineKind, PromptTokens, StopReason
 use super::engine_tokens::{EngineTokensResult, TokenSource};
 use super::header_context::HeaderContext;
 use super::models::{ConfiguredModel, ResolvedModel};
-use super::partial_request::HashedPrompts;
+use super::partial_request::PromptEncoding;
 use super::preprocessor::PreprocessorParts;
 use crate::tracking_hash::{TrackingHash, TrackingScope};
 
@@ -87,7 +87,7 @@ impl<'m> PromptEncoder<'m> {
         mut parsed: ParsedRequest,
         estimate: u64,
         timer: &mut StageTimer,
-    ) -> HashedPrompts {
+    ) -> PromptEncoding {
         if let Some(length) = self.truncation_length() {
             parsed.request.resolve_truncation(length);
         }
@@ -106,7 +106,7 @@ impl<'m> PromptEncoder<'m> {
             Err(Reason::NoTokenizer) if has_failed_engine => Reason::RemoteTokenizerFailed,
             Err(reason) => reason,
         };
-        HashedPrompts::estimated(estimate, reason)
+        PromptEncoding::estimated(estimate, reason)
     }
 
     /// Tokenizes the prompts of a request.
@@ -144,8 +144,8 @@ impl<'m> PromptEncoder<'m> {
             .render_cached(&request, reuse)
             .map_err(encode_error_reason)?;
         timer.finish("render");
-        let is_over = timer.expiry_check();
-        let budget = TokenBudget::new(max_tokens, &is_over);
+        let is_expired = timer.expiry_check();
+        let budget = TokenBudget::new(max_tokens, &is_expired);
         let cache_namespace = self.salt.cache.as_deref();
         let mut bounded = encoder.tokenize_bounded(&rendered, cache_namespace, &budget);
         // If tokenization after the cached prefix fails, the whole prompt is rendered.
@@ -170,7 +170,7 @@ impl<'m> PromptEncoder<'m> {
     }
 
     /// Hashes all prompts. If tokens are missing, hashes the first tokens of a single prompt.
-    fn hash_prompts(&self, tokenized: TokenizedPrompts, timer: &mut StageTimer) -> HashedPrompts {
+    fn hash_prompts(&self, tokenized: TokenizedPrompts, timer: &mut StageTimer) -> PromptEncoding {
         let TokenizedPrompts {
             prompts,
             stop_reason,
@@ -179,21 +179,21 @@ impl<'m> PromptEncoder<'m> {
         } = tokenized;
         let blocks = match (stop_reason, <[PromptTokens; 1]>::try_from(prompts)) {
             (Some(reason), Ok([tokens])) => self.prefix_blocks(tokens, total_tokens, reason),
-            (Some(reason), Err(_)) => HashedPrompts::estimated(total_tokens, reason),
+            (Some(reason), Err(_)) => PromptEncoding::estimated(total_tokens, reason),
             (None, Ok(prompts)) => self.whole_blocks(prompts.into()),
             (None, Err(prompts)) => self.whole_blocks(prompts),
         };
         timer.finish("hash");
-        HashedPrompts { parity, ..blocks }
+        PromptEncoding { parity, ..blocks }
     }
 
-    fn whole_blocks(&self, prompts: Vec<PromptTokens>) -> HashedPrompts {
+    fn whole_blocks(&self, prompts: Vec<PromptTokens>) -> PromptEncoding {
         let hashes: Vec<_> = prompts
             .iter()
             .map(|tokens| self.resumed_block_hashes(tokens))
             .collect();
         let tokens: Vec<_> = prompts.into_iter().map(PromptTokens::into_ids).collect();
-        HashedPrompts {
+        PromptEncoding {
             tracked_blocks: self.tracked_blocks(&tokens, &hashes),
             prompt: RoutePrompt::Hashed(hashes),
             tokens,
@@ -208,16 +208,16 @@ impl<'m> PromptEncoder<'m> {
         mut tokens: PromptTokens,
         total_tokens: u64,
         reason: Reason,
-    ) -> HashedPrompts {
+    ) -> PromptEncoding {
         let size = self.model.block_size.tokens();
         tokens.truncate(tokens.len() / size * size);
-        let estimated = HashedPrompts::estimated(total_tokens, reason);
+        let estimated = PromptEncoding::estimated(total_tokens, reason);
         if tokens.is_empty() {
             return estimated;
         }
         let known = self.resumed_block_hashes(&tokens);
         let prompts = [tokens.into_ids()];
-        HashedPrompts {
+        PromptEncoding {
             tracked_blocks: self.tracked_blocks(&prompts, std::slice::from_ref(&known)),
             prompt: RoutePrompt::Truncated {
                 tokens: total_tokens.max(known.tokens() as u64),

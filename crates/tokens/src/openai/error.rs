@@ -40,7 +40,7 @@ impl From<serde_json::Error> for ParseError {
         let what = match message.rfind(", expected ") {
             _ if named => message,
             Some(at) => &message[at + 2..],
-            None => "a value of another shape",
+            None => "a value of an unexpected type",
         };
         Self::Json(format!("{what}{place}"))
     }

@@ -18,7 +18,7 @@ use super::chat::ChatMessage;
 use super::json_scan;
 use super::message_text::MessageText;
 use super::parsed_message::ParsedMessage;
-use crate::prompt_cache::{CachedPiece, CachedValue, HashKey, PromptCache};
+use crate::prompt_cache::{CachedValue, HashKey, PromptCache, SharedCachedValue};
 
 /// Length of a chunk in bytes.
 pub(super) const CHUNK_BYTES: usize = 4 << 10;
@@ -147,7 +147,7 @@ impl MessageCache {
                 messages: messages.into(),
                 value_count: json_scan::count_separators(chunk),
             };
-            pieces.push((cached.keys[at], Arc::new(messages) as CachedPiece));
+            pieces.push((cached.keys[at], Arc::new(messages) as SharedCachedValue));
         }
         let stored_chunks = cached_chunks + pieces.len();
         let stored_count = cached_count + new_messages.len() - remaining.len();

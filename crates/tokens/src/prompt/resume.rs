@@ -42,7 +42,7 @@ use tokenizers::Tokenizer;
 use super::fast::VerifiedTokenizer;
 use super::pieces::{self, LeadingTokens, StopReason, TokenBudget};
 use super::tokenizer_parts::{self, SpecialTokenFrame};
-use crate::prompt_cache::{CachedPiece, HashKey, PromptCache};
+use crate::prompt_cache::{HashKey, PromptCache, SharedCachedValue};
 use boundary_tokens::{BoundaryTokens, ResumePoint};
 pub use prompt_tokens::PromptTokens;
 use prompt_tokens::ResumePoints;
@@ -67,7 +67,7 @@ struct TokenizedPrefix<'t> {
     /// Hash of each resume point and the number of tokens before it.
     points: Vec<(u128, usize)>,
     /// Pieces that were not cached.
-    new_pieces: Vec<(u128, CachedPiece)>,
+    new_pieces: Vec<(u128, SharedCachedValue)>,
     /// Reason why tokens are missing; `None` if the text is complete.
     stopped: Option<StopReason>,
 }

@@ -7,11 +7,11 @@ fn cache(limit: usize) -> Arc<PromptCache> {
     PromptCache::new(limit, Arc::new(Metrics::new()))
 }
 
-fn piece(tokens: u32) -> CachedPiece {
+fn piece(tokens: u32) -> SharedCachedValue {
     Arc::new((0..tokens).collect::<Vec<u32>>())
 }
 
-fn pieces(names: impl IntoIterator<Item = u128>, tokens: u32) -> Vec<(u128, CachedPiece)> {
+fn pieces(names: impl IntoIterator<Item = u128>, tokens: u32) -> Vec<(u128, SharedCachedValue)> {
     names
         .into_iter()
         .map(|name| (name, piece(tokens)))

@@ -30,6 +30,8 @@ pub struct RankDump {
     /// Number of evictions since the last gap, while the engine may hold blocks that were never
     /// reported.
     pub(in crate::index) unreported_evictions: Option<u64>,
+    /// Whether the engine has evicted device blocks since its cache was last cleared.
+    pub(in crate::index) has_evicted: bool,
     pub(in crate::index) salts: SaltTableDump,
 }
 
@@ -88,7 +90,7 @@ impl CopyCounts {
         self.counts[tier as usize] > 0
     }
 
-    fn has_stale_gap(self) -> bool {
+    fn has_stale_tier_without_copies(self) -> bool {
         let mut tiers = self.counts.into_iter().zip(self.stale);
         tiers.any(|(count, is_stale)| is_stale && count == 0)
     }
@@ -139,8 +141,13 @@ impl RankDump {
         require(is_distinct, "an engine hash occurs twice")?;
         let has_copies = named.clone().all(|(_, copies)| copies.held().count() > 0);
         require(has_copies, "an engine hash has no copy")?;
-        let has_stale_gap = named.into_iter().any(|(_, copies)| copies.has_stale_gap());
-        require(!has_stale_gap, "a tier without copies is marked stale")?;
+        let has_stale_tier_without_copies = named
+            .into_iter()
+            .any(|(_, copies)| copies.has_stale_tier_without_copies());
+        require(
+            !has_stale_tier_without_copies,
+            "a tier without copies is marked stale",
+        )?;
         let has_device_orphan = self
             .orphans
             .iter()

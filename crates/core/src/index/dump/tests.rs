@@ -169,7 +169,7 @@ fn foreign_file_or_version_is_an_error() {
 }
 
 #[test]
-fn claimed_length_reserves_no_memory() {
+fn record_above_maximum_length_is_rejected() {
     let mut huge = Vec::new();
     write_header(&mut huge).unwrap();
     huge.extend((MAX_RECORD_BYTES + 1).to_le_bytes());
@@ -269,7 +269,7 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_record_is_an_error(payload in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_rank_record_is_an_error(payload in prop::collection::vec(any::<u8>(), 0..200)) {
         let is_end = payload.first() == Some(&1);
         prop_assert!(is_end || read(&dump_of(&payload)).is_err());
     }

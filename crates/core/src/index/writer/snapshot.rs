@@ -32,6 +32,7 @@ impl RankWriter {
             shares: Vec::new(),
             has_untracked_groups: false,
             unreported_evictions: self.unreported_evictions,
+            has_evicted: self.shared.has_evicted(),
             salts: SaltTableDump::default(),
         };
         self.add_located_blocks(&mut dump);
@@ -143,6 +144,8 @@ impl RankWriter {
         }
         self.restore_groups(dump);
         self.unreported_evictions = dump.unreported_evictions;
+        // The replay removes placeholders.
+        self.shared.set_has_evicted(dump.has_evicted);
         self.shared.stale.lock().close_confirmed();
         let rules = self
             .groups

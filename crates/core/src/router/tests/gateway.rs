@@ -234,7 +234,7 @@ fn draining_worker_gets_no_new_requests() {
     };
     let router = router_of([at(1), at(2)], RouterSettings::default());
     let held = router.route(request_within(&[1])).unwrap();
-    publish(&router, [draining(1), at(2)]);
+    router.set_workers([draining(1), at(2)]);
     assert_eq!(load_of(&router, 1).2, 1, "it is the same worker");
     for _ in 0..8 {
         assert_eq!(
@@ -251,12 +251,12 @@ fn draining_worker_gets_no_new_requests() {
     );
     assert!(!router.is_usable(rank(1)) && router.is_usable(rank(2)) && !router.is_usable(rank(3)));
     drop(held);
-    publish(&router, [draining(1), draining(2)]);
+    router.set_workers([draining(1), draining(2)]);
     assert_eq!(
         router.route(request(&[vec![1]])).unwrap_err(),
         RouteError::NoCandidate
     );
-    publish(&router, [at(1), draining(2)]);
+    router.set_workers([at(1), draining(2)]);
     assert_eq!(
         router.route(request(&[vec![1]])).unwrap().route.to.rank,
         rank(1),

@@ -60,9 +60,7 @@ fn mismatched_worker_gets_no_cache_credit() {
 #[test]
 fn route_to_mismatched_worker_is_load_only() {
     let (router, _writers) = router_with_one_that_differs();
-    let fleet = router.fleet();
-    let change = fleet.reconcile(vec![worker(1)]);
-    router.set_fleet(Arc::new(change.fleet));
+    router.set_workers([worker(1)]);
     for model in [Some("m".into()), None] {
         let route = router
             .preview(RouteRequest {

@@ -90,7 +90,7 @@ fn decode_workers_prefill_unless_enforced() {
         strict.route(request(&[vec![1, 2]])).unwrap_err(),
         RouteError::NoPrefill
     );
-    publish(&strict, pools());
+    strict.set_workers(pools());
     assert!(
         strict
             .route(request(&[vec![1, 2]]))
@@ -100,7 +100,7 @@ fn decode_workers_prefill_unless_enforced() {
             .is_some(),
         "the workers are back"
     );
-    publish(&strict, decoders());
+    strict.set_workers(decoders());
     assert_eq!(
         strict.route(request(&[vec![1, 2]])).unwrap_err(),
         RouteError::NoPrefill
@@ -330,7 +330,7 @@ fn request_without_prompt_skips_prefill_and_queue() {
         router.route(without_prompt(Reason::NoBody)).is_ok(),
         "even if it is overloaded"
     );
-    publish(&router, pools());
+    router.set_workers(pools());
     assert!(
         router
             .route(without_prompt(Reason::NotInference))
@@ -536,7 +536,7 @@ fn enforce_applies_to_workers_of_default_role() {
         router.route(request(&[vec![1, 2]])).unwrap_err(),
         RouteError::NoPrefill
     );
-    publish(&router, [worker(1), with_role(2, WorkerRole::Prefill)]);
+    router.set_workers([worker(1), with_role(2, WorkerRole::Prefill)]);
     assert!(
         router
             .route(request(&[vec![1, 2]]))

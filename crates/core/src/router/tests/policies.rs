@@ -143,9 +143,9 @@ fn lost_worker_releases_load_and_keeps_slowdown() {
     };
     let before = slowdown(&router).unwrap();
     assert!(before.prefill_factor > 1.1, "{before:?}");
-    publish(&router, [worker(0)]);
+    router.set_workers([worker(0)]);
     assert_eq!(slowdown(&router), None);
-    publish(&router, [worker(0), worker(1)]);
+    router.set_workers([worker(0), worker(1)]);
     assert_eq!(slowdown(&router), Some(before));
     drop(running);
     let snapshot = router.load().snapshot();

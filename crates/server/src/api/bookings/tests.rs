@@ -4,7 +4,6 @@ use std::time::{Duration, Instant};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use warmroute_core::block::{BlockHashes, LocalHash};
-use warmroute_core::fleet::Fleet;
 use warmroute_core::index::PrefixIndex;
 use warmroute_core::load::ledger::LedgerError;
 use warmroute_core::router::{ExternalRouteOptions, RoutePrompt, RouteRequest, RouterSettings};
@@ -41,15 +40,13 @@ impl BookingFixture {
             move || *clock.lock()
         };
         let load = LoadTracker::new(now());
-        let change = Fleet::empty().reconcile((0..3).map(worker).collect());
-        change.added.iter().for_each(|member| load.join(member));
         let router = Router::new(
             PrefixIndex::new(),
             load.clone(),
             RouterSettings::default(),
             1,
         );
-        router.set_fleet(Arc::new(change.fleet));
+        router.set_workers((0..3).map(worker));
         let bookings = BookingTable::new(
             load,
             LedgerRules {

@@ -8,7 +8,6 @@ use parking_lot::Mutex;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
-use warmroute_core::fleet::Fleet;
 use warmroute_core::index::PrefixIndex;
 use warmroute_core::load::{LoadTracker, RankEngineLoad};
 use warmroute_core::router::RouterSettings;
@@ -109,14 +108,7 @@ fn router(engines: &[WorkerEndpoint]) -> Arc<Router> {
         let size = BlockSize::new(16).unwrap();
         Worker::new(WorkerId(id as u64), *endpoint, "m".into(), size)
     };
-    let workers = engines.iter().enumerate().map(worker).collect();
-    let fleet = Arc::new(Fleet::empty().reconcile(workers).fleet);
-    for member in fleet.members() {
-        router
-            .load()
-            .open_slot(member.slot, member.rank, &member.worker.model);
-    }
-    router.set_fleet(fleet);
+    router.set_workers(engines.iter().enumerate().map(worker));
     Arc::new(router)
 }
 

@@ -93,32 +93,17 @@ fn router(count: u64, seed: u64) -> Router {
         beside_events: predictor(),
         ..PredictorSet::default()
     };
-    Router::new(PrefixIndex::new(), load, RouterSettings::default(), seed)
-        .with_predictors(predictions)
-        .with_fleet(count)
-}
-
-trait WithFleet {
-    fn with_fleet(self, count: u64) -> Self;
-}
-
-impl WithFleet for Router {
-    fn with_fleet(self, count: u64) -> Self {
-        let change = self.fleet().reconcile(workers(count));
-        for member in &change.added {
-            self.load()
-                .open_slot(member.slot, member.rank, &member.worker.model);
-            self.predictors().open_rank(member);
-        }
-        self.set_fleet(Arc::new(change.fleet));
-        self
-    }
+    let router = Router::new(PrefixIndex::new(), load, RouterSettings::default(), seed)
+        .with_predictors(predictions);
+    router.set_workers(workers(count));
+    router
 }
 
 /// Returns the same router with a remote index instead of a local one.
 fn remote_router(count: u64, seed: u64) -> Router {
-    let bare = router(0, seed).with_remote_index();
-    bare.with_fleet(count)
+    let router = router(0, seed).with_remote_index();
+    router.set_workers(workers(count));
+    router
 }
 
 fn hashes(locals: &[u64]) -> BlockHashes {
@@ -340,9 +325,9 @@ fn missing_answer_falls_back_to_predictions() {
 #[test]
 fn missing_predictions_fall_back_to_load() {
     let load = LoadTracker::new(std::time::Instant::now);
-    let remote = Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1)
-        .with_remote_index()
-        .with_fleet(2);
+    let remote =
+        Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1).with_remote_index();
+    remote.set_workers(workers(2));
     let route = remote.preview(request(&[vec![1, 2]])).unwrap();
     assert_eq!(
         (route.mode, route.reason),

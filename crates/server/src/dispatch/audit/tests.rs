@@ -1,7 +1,6 @@
 use std::num::NonZeroU32;
 
 use warmroute_core::block::{EngineHash, LocalHash, StorageTier};
-use warmroute_core::fleet::Fleet;
 use warmroute_core::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
 use warmroute_core::load::LoadTracker;
 use warmroute_core::router::{Mode, RoutePrompt, RouteRequest, RouterSettings};
@@ -31,9 +30,8 @@ fn audit() -> (Arc<CacheAudit>, RankWriter, Arc<Metrics>) {
         "m".into(),
         SIZE,
     );
-    let fleet = Arc::new(Fleet::empty().reconcile(vec![worker]).fleet);
-    let writer = router.index().create_writer(fleet.slot(RANK).unwrap());
-    router.set_fleet(fleet);
+    let members = router.set_workers([worker]);
+    let writer = router.index().create_writer(members[0].slot);
     let metrics = Arc::new(Metrics::new());
     (CacheAudit::new(router, metrics.clone()), writer, metrics)
 }
@@ -108,16 +106,10 @@ fn prediction_describes_the_prefill_worker() {
             SIZE,
         )
     };
-    let change = router.fleet().reconcile(vec![
+    router.set_workers([
         worker(1, WorkerRole::Prefill),
         worker(2, WorkerRole::Decode),
     ]);
-    change.added.iter().for_each(|member| {
-        router
-            .load()
-            .open_slot(member.slot, member.rank, &member.worker.model)
-    });
-    router.set_fleet(Arc::new(change.fleet));
     let decode = WorkerRank {
         worker: WorkerId(2),
         rank: DpRank(0),

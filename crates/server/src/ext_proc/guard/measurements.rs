@@ -41,7 +41,7 @@ impl CacheReportSource {
     }
 }
 
-/// Returns the tokens of the prompt, if the usage reports how many were cached.
+/// Returns the prompt tokens and cached tokens; `None` if the usage has no number of cached tokens.
 fn cache_report(usage: TokenUsage) -> Option<ReportedUsage> {
     Some(ReportedUsage {
         prompt_tokens: usage.prompt_tokens,

@@ -1,4 +1,4 @@
-//! A response since its headers, and the usage in its body.
+//! A response whose headers have arrived, and the usage in its body.
 
 use std::time::Instant;
 
@@ -9,7 +9,7 @@ use super::ExchangeEnd;
 use crate::ext_proc::headers::ResponseHead;
 use crate::ext_proc::response_content::ResponseContent;
 
-/// A response since its headers.
+/// A response whose headers have arrived.
 pub(super) struct StartedResponse {
     pub(super) head: ResponseHead,
     /// Content of the response, observed by this filter or by the probe filter.
@@ -59,20 +59,20 @@ impl StartedResponse {
     }
 
     /// Records the first token. Returns whether its time was measured.
-    pub(super) fn on_first_token(&mut self, observed: bool) -> bool {
-        self.content = match (observed, self.head.is_event_stream) {
+    pub(super) fn on_first_token(&mut self, is_observed: bool) -> bool {
+        self.content = match (is_observed, self.head.is_event_stream) {
             (true, _) => ResponseContent::Delivered,
             (false, false) => ResponseContent::Assumed,
             (false, true) => self.content,
         };
-        let is_measured = self.is_success() && observed && self.head.is_event_stream;
+        let is_measured = self.is_success() && is_observed && self.head.is_event_stream;
         if is_measured {
             self.first_token_at = Some(Instant::now());
         }
         is_measured
     }
 
-    /// Scans a piece of the body. Returns the output tokens that the load tracker does not know. The
+    /// Scans a piece of the body. Returns the output tokens not yet reported to the load tracker. The
     /// usage at the end of a stream is not counted, because it may correct the number of tokens at
     /// once. A token has at least one byte.
     pub(super) fn scan(&mut self, chunk: &[u8]) -> Option<u64> {
@@ -108,8 +108,8 @@ impl StartedResponse {
         self.scan.as_ref()?.scanner.usage()
     }
 
-    /// Returns the answer to learn from. A stream whose end was not observed may have been
-    /// cancelled, but its time is all that is known with `gateway.observe: first_token`.
+    /// Returns the output from which the latency is learned. With `gateway.observe: first_token`, the
+    /// end of a stream is not observed, so a cancelled stream counts too.
     pub(super) fn complete_output(&self) -> Option<CompleteOutput> {
         let reported = self.usage().map(|usage| usage.completion_tokens);
         if self.head.is_event_stream {

@@ -1,7 +1,6 @@
 use std::time::Duration;
 
 use warmroute_core::block::{BlockHashes, LocalHash};
-use warmroute_core::fleet::Fleet;
 use warmroute_core::index::PrefixIndex;
 use warmroute_core::load::LoadTracker;
 use warmroute_core::predict::{EvictionPolicy, Predictor, TtlPolicy};
@@ -183,14 +182,9 @@ fn router_of(workers: Vec<Worker>) -> Arc<Router> {
         without_events: Some(predictor),
         ..PredictorSet::default()
     };
-    let change = Fleet::empty().reconcile(workers);
-    for member in &change.added {
-        load.open_slot(member.slot, member.rank, &member.worker.model);
-        predictions.open_rank(member);
-    }
     let router = Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1)
         .with_predictors(predictions);
-    router.set_fleet(Arc::new(change.fleet));
+    router.set_workers(workers);
     Arc::new(router)
 }
 

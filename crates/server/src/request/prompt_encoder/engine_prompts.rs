@@ -17,7 +17,7 @@ use super::{ParsedRequest, PromptEncoder, StageTimer, TokenizedPrompts};
 use crate::request::engine_tokens::EngineTokensResult;
 use crate::request::engine_tokens::config::RenderPath;
 use crate::request::header_context::HeaderContext;
-use crate::request::partial_request::HashedPrompts;
+use crate::request::partial_request::PromptEncoding;
 
 /// While parity is broken, one in this many prompts is also tokenized locally and compared.
 const SHADOW_INTERVAL: usize = 8;
@@ -29,7 +29,7 @@ impl PromptEncoder<'_> {
         context: &HeaderContext,
         parsed: &ParsedRequest,
         estimate: u64,
-    ) -> Option<HashedPrompts> {
+    ) -> Option<PromptEncoding> {
         let EngineTokensResult::Tokens(name, rendered) = &context.engine_tokens else {
             return None;
         };
@@ -60,7 +60,7 @@ impl PromptEncoder<'_> {
                 }
                 // A prompt with images is not hashed in part: its blocks need the image objects,
                 // and the engine refuses the prompt.
-                _ => HashedPrompts::estimated(estimate, reason),
+                _ => PromptEncoding::estimated(estimate, reason),
             });
         }
         let (hashes, tracked): (Vec<_>, Vec<_>) = rendered
@@ -68,7 +68,7 @@ impl PromptEncoder<'_> {
             .map(|rendering| self.engine_blocks(rendering))
             .unzip();
         let is_compared = source.parity.are_tokens_disabled() && !has_media;
-        Some(HashedPrompts {
+        Some(PromptEncoding {
             prompt: RoutePrompt::Hashed(hashes),
             tracked_blocks: tracked.into_iter().collect(),
             tokens: rendered
@@ -126,8 +126,8 @@ impl PromptEncoder<'_> {
         {
             return ParityExpectation::NotPredicted;
         }
-        let is_over = StageTimer::start(deadline).expiry_check();
-        let budget = TokenBudget::new(self.max_prompt_tokens(), &is_over);
+        let is_expired = StageTimer::start(deadline).expiry_check();
+        let budget = TokenBudget::new(self.max_prompt_tokens(), &is_expired);
         let rendered = encoder.render(request);
         let prompts = rendered.and_then(|rendered| {
             encoder.tokenize_bounded(&rendered, self.salt.cache.as_deref(), &budget)

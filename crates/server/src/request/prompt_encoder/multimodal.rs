@@ -9,7 +9,7 @@ use warmroute_tokens::prompt::TokenBudget;
 use warmroute_tokens::prompt::media::EngineModelName;
 
 use super::{PromptEncoder, StageTimer, encode_error_reason};
-use crate::request::partial_request::{HashedPrompts, MAX_ESTIMATED_TOKENS};
+use crate::request::partial_request::{MAX_ESTIMATED_TOKENS, PromptEncoding};
 
 impl PromptEncoder<'_> {
     /// Encodes the prompt of a conversation with media.
@@ -17,15 +17,15 @@ impl PromptEncoder<'_> {
         &self,
         request: &openai::ApiRequest,
         timer: &mut StageTimer,
-    ) -> Result<HashedPrompts, Reason> {
+    ) -> Result<PromptEncoding, Reason> {
         let model = self.model;
         let encoder = model.encoder.as_ref().ok_or(Reason::NoTokenizer)?;
         let root = self.common_setting(|settings| match &settings.root {
             Some(root) => Some(EngineModelName::Same(root.clone())),
             None => settings.roots_differ.then_some(EngineModelName::Different),
         });
-        let is_over = timer.expiry_check();
-        let budget = TokenBudget::new(self.max_prompt_tokens(), &is_over);
+        let is_expired = timer.expiry_check();
+        let budget = TokenBudget::new(self.max_prompt_tokens(), &is_expired);
         let cache_namespace = self.salt.cache.as_deref();
         let mut multimodal = encoder
             .encode_multimodal(request, cache_namespace, &budget, &root.unwrap_or_default())
@@ -64,7 +64,7 @@ impl PromptEncoder<'_> {
             (prompt, Vec::new())
         };
         timer.finish("hash");
-        Ok(HashedPrompts {
+        Ok(PromptEncoding {
             prompt,
             tracked_blocks: tracked_blocks.map(|blocks| vec![blocks]),
             tokens,

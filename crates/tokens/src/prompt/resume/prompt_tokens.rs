@@ -3,7 +3,7 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-use crate::prompt_cache::{CachedPiece, HashKey, PromptCache};
+use crate::prompt_cache::{HashKey, PromptCache, SharedCachedValue};
 use warmroute_core::block::{
     BlockHashes, BlockWindows, CacheSalt, LocalHash, MediaTokens, PromptContent, SequenceHash,
     placeholders,
@@ -141,7 +141,7 @@ impl PromptTokens {
             let end = windows.blocks(*tokens, block_size);
             let piece = all.clone().skip(from).take(end - from);
             let piece: Vec<_> = piece.map(|(local, sequence)| (*local, *sequence)).collect();
-            new_pieces.push((*key, Arc::new(piece) as CachedPiece));
+            new_pieces.push((*key, Arc::new(piece) as SharedCachedValue));
             from = end;
         }
         resume_points.cache.store(&keys[..found.len()], new_pieces);

@@ -10,7 +10,7 @@ use super::ResumingTokenizer;
 use super::boundary_tokens::ResumePoint;
 use crate::openai::MessagePrefix;
 use crate::prompt::direct::{CheckpointPosition, RenderCheckpoint};
-use crate::prompt_cache::{CachedPiece, CachedValue};
+use crate::prompt_cache::{CachedValue, SharedCachedValue};
 
 /// Separates hashes of messages from other uses of the key.
 const PREFIX_DOMAIN: &[u8] = b"rendered";
@@ -153,11 +153,11 @@ impl ResumingTokenizer {
         input: &ResumableText<'_>,
         points: &[ResumePoint],
         uses_library: bool,
-    ) -> Vec<(u128, CachedPiece)> {
+    ) -> Vec<(u128, SharedCachedValue)> {
         let entry = |checkpoint: &ConversationCheckpoint| {
             let rendered = self.rendered_prefix(&input.text, points, checkpoint.position)?;
             let key = self.prefix_key(checkpoint.messages, uses_library);
-            Some((key, Arc::new(rendered) as CachedPiece))
+            Some((key, Arc::new(rendered) as SharedCachedValue))
         };
         input.checkpoints.iter().filter_map(entry).collect()
     }

@@ -351,7 +351,7 @@ fn unknown_endpoint_releases_booking() {
     );
     drop(booked);
     let mut left = router.route(request_within(&[1])).unwrap();
-    publish(&router, [at(2)]);
+    router.set_workers([at(2)]);
     assert_eq!(
         router.on_served_by(&mut left, endpoint(2)),
         RelocationOutcome::Moved(rank(2)),

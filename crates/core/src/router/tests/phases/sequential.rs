@@ -178,7 +178,7 @@ fn decode_worker_is_in_reach_of_prefill_worker() {
             .worker,
         WorkerId(12)
     );
-    publish(&router, workers.into_iter().take(2));
+    router.set_workers(workers.into_iter().take(2));
     assert_eq!(
         router.route(decode_request(done)).unwrap_err(),
         RouteError::NoCandidate,
@@ -221,12 +221,12 @@ fn decode_only_workers_never_compute_prompts() {
     );
     let together = || request_for(PhaseSelection::Local(LocalPrefillReason::NotSplittable));
     assert_eq!(router.route(together()).unwrap_err(), RouteError::NoPrefill);
-    publish(&router, decoders());
+    router.set_workers(decoders());
     assert_eq!(
         router.route(request_for(PhaseSelection::Both)).unwrap_err(),
         RouteError::NoPrefill
     );
-    publish(&router, decoders().chain([worker(21)]));
+    router.set_workers(decoders().chain([worker(21)]));
     assert_eq!(
         router
             .route(request_for(PhaseSelection::Both))

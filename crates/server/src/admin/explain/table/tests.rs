@@ -1,6 +1,6 @@
 use warmroute_core::index::TierBlocks;
 use warmroute_core::load::{ActiveLoad, LatencyCoefficients, LatencyEstimate, RankTiming};
-use warmroute_core::policy::{Cost, CostTerms, TermNames, Weights};
+use warmroute_core::policy::{Cost, CostTerms, PolicyTerms, Weights};
 use warmroute_core::router::{ComputingRank, Mode, Reason};
 use warmroute_core::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
 
@@ -13,7 +13,7 @@ fn rank(id: u64) -> WorkerRank {
     }
 }
 
-const TERMS: TermNames = TermNames {
+const TERMS: PolicyTerms = PolicyTerms {
     policy: "linear",
     terms: &["prefill", "decode"],
     summands: 2,
