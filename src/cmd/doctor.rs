@@ -1,6 +1,6 @@
 //! `warmroute doctor`: verifies a deployment against its configuration from outside: the engines,
-//! their KV events, Envoy, and the machine. This module collects the facts;
-//! [`warmroute_doctor`] checks them.
+//! their KV events, Envoy, and the machine. This module collects the facts, and checks the
+//! configuration, the host and the running process. [`warmroute_doctor`] checks the others.
 
 mod collect;
 mod host;

@@ -204,3 +204,52 @@ async fn missing_rights(
     let missing: Result<Vec<_>, String> = join_all(missing).await.into_iter().collect();
     missing.map(|missing| missing.concat())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kubernetes::error::ApiVerb;
+
+    #[test]
+    fn each_failed_request_has_a_fix() {
+        let status = |code| RequestFailure::Status {
+            code,
+            message: String::new(),
+            retry_after: None,
+        };
+        let transport = |reason: &str| RequestFailure::Transport(reason.to_owned());
+        let cases = [
+            (
+                RequestFailure::Credentials(String::new()),
+                "automountServiceAccountToken: true",
+            ),
+            (status(401), "kubectl create token"),
+            (status(403), "add the verb to the Role"),
+            (status(404), "install the CustomResourceDefinitions"),
+            (
+                transport("invalid peer certificate"),
+                "certificate authority",
+            ),
+            (transport("refused"), "kubectl get --raw /readyz"),
+            (
+                RequestFailure::Timeout(Duration::from_secs(1)),
+                "kubectl get --raw /readyz",
+            ),
+            (status(500), "log of the API server"),
+        ];
+        for (failure, fix) in cases {
+            let failed = RequestError {
+                verb: ApiVerb::List,
+                resource: "pods".to_owned(),
+                kind: "Pod, v1".to_owned(),
+                namespace: String::new(),
+                address: "https://10.0.0.1".to_owned(),
+                token_file: String::new(),
+                authority_file: String::new(),
+                failure,
+            };
+            let verdict = format!("{:?}", CheckVerdict::from(failed));
+            assert!(verdict.contains(fix), "{verdict}: not {fix}");
+        }
+    }
+}

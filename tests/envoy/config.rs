@@ -29,7 +29,7 @@ use warmroute_server::ext_proc::headers::{ResponseHead, ResponseSource};
 use warmroute_server::ext_proc::routing_headers::RoutingHeaders;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::envoy::{self, EnvoySetup};
-use warmroute_testbed::ports::FreePort;
+use warmroute_testbed::ports::{FreePort, until};
 
 use crate::modes::worker::{RecordingWorker, received};
 
@@ -330,6 +330,35 @@ async fn client_routing_headers_never_reach_a_worker() {
         assert_eq!(received(&seen, "x-dynamo-session-id"), ["kept"]);
         assert_eq!(received(&seen, "x-envoy-attempt-count"), ["1"]);
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn renamed_endpoint_file_is_reloaded() {
+    let first = RecordingWorker::start().await;
+    let second = RecordingWorker::start().await;
+    let gateway = EnvoyGateway::start(&[]).await;
+    let file = gateway.setup().endpoint_file();
+    // Connections are not reused, so Envoy selects a worker for each request.
+    let served_by = async || {
+        let answer = gateway.post("/v1/completions", 100).send().await.unwrap();
+        let status = answer.status().as_u16();
+        let body: Option<serde_json::Value> = answer.json().await.ok();
+        (
+            status,
+            body.map(|body| body["worker"].as_str().unwrap().to_owned()),
+        )
+    };
+    assert_eq!(served_by().await, (503, None));
+    for worker in [&first, &second, &first] {
+        envoy::write_endpoints(&file, &[worker.address]).unwrap();
+        let expected = (200, Some(worker.address.to_string()));
+        assert!(
+            until(SOON, async || served_by().await == expected).await,
+            "{expected:?}"
+        );
+    }
+    envoy::write_endpoints(&file, &[]).unwrap();
+    assert!(until(SOON, async || served_by().await.0 == 503).await);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -119,7 +119,7 @@ fn judge_member(member: &Value) -> Option<CheckVerdict> {
     if let Some(age) = member["unreachable_seconds"].as_u64() {
         let endpoint = member["worker"]["endpoint"].as_str().unwrap_or_default();
         let evidence = format!("no answer from {endpoint}");
-        return Some(judge_health("unreachable", age, &evidence));
+        return Some(judge_state("unreachable", age, &evidence));
     }
     let health = member["health"]["health"].as_str().unwrap_or("healthy");
     if health == "healthy" {
@@ -130,7 +130,7 @@ fn judge_member(member: &Value) -> Option<CheckVerdict> {
             slow["factor"].as_f64()?,
             slow["median"].as_f64()?
         );
-        return Some(judge_health(
+        return Some(judge_state(
             "slow",
             slow["age_seconds"].as_u64()?,
             &evidence,
@@ -149,13 +149,13 @@ fn judge_member(member: &Value) -> Option<CheckVerdict> {
         evidence["peers_failed"]
     );
     let age = member["health"]["age_seconds"].as_u64().unwrap_or_default();
-    Some(judge_health(&health.replace('_', " "), age, &evidence))
+    Some(judge_state(&health.replace('_', " "), age, &evidence))
 }
 
-/// Judges a health that began `age` seconds ago.
-fn judge_health(health: &str, age: u64, evidence: &str) -> CheckVerdict {
-    let message = format!("{health} for {age} s; evidence: {evidence}");
-    let fix = match health {
+/// Returns the verdict on a rank that has had this state for `age` seconds.
+fn judge_state(state: &str, age: u64, evidence: &str) -> CheckVerdict {
+    let message = format!("{state} for {age} s; evidence: {evidence}");
+    let fix = match state {
         "unreachable" => "start the engine, or remove the worker",
         "slow" => {
             "compare the clock, the temperature and the other processes of its GPU with those \
@@ -166,7 +166,7 @@ fn judge_health(health: &str, age: u64, evidence: &str) -> CheckVerdict {
             warmroute sends single requests to the rank and uses it again after one is delivered"
         }
     };
-    match health {
+    match state {
         "suspect" | "slow" => warning(message, fix),
         _ => error(message, fix),
     }

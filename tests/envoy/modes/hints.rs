@@ -1,14 +1,17 @@
-//! Fallback endpoints, and IPv6 addresses in endpoints and subset hints.
+//! Gateway metadata and replies: subset hints, fallback endpoints, and IPv6 addresses.
 
 use serde_json::{Value, json};
 
 use crate::modes::gateway::{ConnectionManager, ManagerChange, ModeGateway};
 use crate::modes::uploads::EnvoyBodyMode;
 use crate::modes::worker::RecordingWorker;
-use crate::routing::bed::{RoutedAnswer, engine, essay, stream, text};
+use crate::routing::bed::{RoutedAnswer, chat, engine, essay, stream, text};
 
-fn hinted(hint: Value) -> ManagerChange {
+fn hinted(hint: Value, duplex: bool) -> ManagerChange {
     Box::new(move |manager: &mut ConnectionManager| {
+        if duplex {
+            manager.duplex();
+        }
         manager.filter()["metadata_options"]["forwarding_namespaces"]["untyped"] =
             json!(["envoy.lb", "envoy.lb.subset_hint"]);
         manager.first(json!({
@@ -22,6 +25,76 @@ fn hinted(hint: Value) -> ManagerChange {
             },
         }));
     })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn subset_hint_of_envoy_is_followed() {
+    let workers = [
+        RecordingWorker::start().await,
+        RecordingWorker::start().await,
+        RecordingWorker::start().await,
+    ];
+    let hints = hints([0, 1, 2].map(|at| workers[at].address.to_string()));
+    let both = hints
+        .iter()
+        .flat_map(|(hint, _)| [hinted(hint.clone(), false), hinted(hint.clone(), true)]);
+    let changes: Vec<ManagerChange> = both.collect();
+    let specs: Vec<_> = workers
+        .iter()
+        .zip(1..)
+        .map(|(worker, id)| worker.engine(id))
+        .collect();
+    let gateway = ModeGateway::start(&specs, json!({}), &changes).await;
+    for listener in 0..changes.len() {
+        let (hint, allowed) = &hints[listener / 2];
+        let mut served = std::collections::BTreeSet::new();
+        for turn in 0..6 {
+            let get = gateway.http.get(gateway.at(listener, "/v1/models"));
+            let question = chat(&format!("{turn} {}", essay(listener)));
+            let post = gateway
+                .http
+                .post(gateway.at(listener, "/v1/chat/completions"))
+                .json(&question);
+            for request in [get, post] {
+                let answer = RoutedAnswer::of(request).await;
+                if allowed.is_empty() {
+                    assert_eq!(answer.error(503).0, "no_eligible_worker", "{hint}");
+                    assert!(
+                        answer.retry_after() > 0 && !answer.header("x-request-id").is_empty(),
+                        "{answer:?}"
+                    );
+                    continue;
+                }
+                let chosen = answer.chosen();
+                assert!(allowed.contains(&chosen), "{hint}: {answer:?}");
+                let address = workers[usize::try_from(chosen).unwrap() - 1]
+                    .address
+                    .to_string();
+                assert_eq!(answer.json()["worker"], json!(address), "{hint}");
+                served.insert(chosen);
+            }
+        }
+        assert!(allowed.is_empty() || !served.is_empty());
+    }
+    gateway.wait_idle().await;
+}
+
+/// Returns hints with the ids of the workers that they allow.
+fn hints(workers: [String; 3]) -> [(Value, Vec<u64>); 11] {
+    let [one, two, three] = workers;
+    [
+        (json!([two]), vec![2]),
+        (json!(two), vec![2]),
+        (json!([one, three]), vec![1, 3]),
+        (json!(format!("{one},{three}")), vec![1, 3]),
+        (json!(["127.0.0.1"]), vec![1, 2, 3]),
+        (json!("127.0.0.1"), vec![1, 2, 3]),
+        (json!(["127.0.0.9:1", three]), vec![3]),
+        (json!([]), vec![]),
+        (json!(""), vec![]),
+        (json!(["127.0.0.9:1"]), vec![]),
+        (json!("127.0.0.1:1"), vec![]),
+    ]
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -85,7 +158,7 @@ async fn ipv6_workers_are_routed_exactly() {
     let changes: Vec<ManagerChange> = vec![
         Box::new(|_| {}),
         EnvoyBodyMode::Duplex.change(),
-        hinted(json!(["::1"])),
+        hinted(json!(["::1"]), false),
     ];
     let specs = [workers[0].engine(1), workers[1].engine(2)];
     let gateway = ModeGateway::start(&specs, json!({}), &changes).await;

@@ -69,3 +69,24 @@ async fn strict_settings_reject_with_status_and_code() {
     }
     gateway.wait_idle().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
+async fn fail_closed_returns_error_without_workers() {
+    let more = json!({
+        "gateway": {"failure": {"mode": "fail_closed"}},
+        "process": {"readiness": {"min_workers": 0}},
+    });
+    let gateway = ModeGateway::start(&[], more, &changes()).await;
+    for listener in 0..3 {
+        let answer = ask(&gateway, listener, chat("hello").to_string()).await;
+        assert_eq!(answer.error(503).0, "no_worker", "listener {listener}");
+        assert!(answer.retry_after() > 0, "{answer:?}");
+        assert_eq!(
+            (answer.header("x-request-id"), answer.mode()),
+            ("asked-1", "rejected"),
+            "{answer:?}"
+        );
+    }
+    gateway.wait_idle().await;
+}

@@ -22,7 +22,6 @@ pub(crate) const PIECES: &str = "x-answer-in-pieces-of";
 /// Server that stops on drop.
 pub(crate) struct RecordingWorker {
     pub(crate) address: SocketAddr,
-    /// Number of received body bytes.
     task: AbortHandle,
 }
 

@@ -26,7 +26,7 @@ pub(crate) fn is_reset_inside_response(status: u16, text: &str) -> bool {
     status == 502 && text.ends_with("reset reason: protocol error")
 }
 
-/// Running deployment.
+/// Deployment with the last metrics of its killed engines.
 pub(crate) struct RoutingBed {
     pub(crate) stack: TestDeployment,
     /// Last metrics of killed engines, by worker id.

@@ -147,7 +147,7 @@ fn check_images(facts: &WorkerFacts) -> Option<CheckVerdict> {
     })
 }
 
-/// Compares the adapters. Requests for an adapter go only to workers that list it or are configured
+/// Compares the configured adapters with those that the engine serves. Requests for an adapter go only to workers that list it or are configured
 /// with it.
 fn check_adapters(facts: &WorkerFacts) -> Vec<CheckVerdict> {
     let Ok(models) = &facts.models else {
