@@ -17,7 +17,7 @@
 //!
 //! let load = LoadTracker::new(Instant::now);
 //! let router = Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1);
-//! let block_size = BlockSize::new(16).unwrap();
+//! let block_size = BlockSize::new(16).ok_or("a block has tokens")?;
 //! let members = router.set_workers((1..=4).map(|id| {
 //!     let endpoint = WorkerEndpoint(([10, 0, 0, id], 8000).into());
 //!     Worker::new(WorkerId(id.into()), endpoint, "m".into(), block_size)
@@ -43,10 +43,10 @@
 //! assert_eq!(placement.route.to.rank, third.rank);
 //! assert_eq!(placement.route.predicted_cached_tokens, 6 * 16);
 //!
-//! // The prefill no longer counts as load after the first token. After the end, the request causes none.
+//! // After the first token, the prefill no longer counts as load. After the end, nothing does.
 //! placement.reservation.on_first_token();
 //! drop(placement);
-//! # Ok::<(), warmroute_core::router::RouteError>(())
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
 #![forbid(unsafe_code)]
