@@ -1,5 +1,6 @@
 //! The router: state that decisions read, its settings, and access to its parts, among them the
-//! overload and health of the workers. Decision 0020 describes the remote index.
+//! overload and health of the workers. Also the reservations that are held after a failed request.
+//! Decision 0020 describes the remote index.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
