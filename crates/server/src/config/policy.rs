@@ -16,7 +16,7 @@ use warmroute_settings::{PathStep, Problem};
 pub struct PolicyConfig {
     /// Name of the policy or of a preset of `linear`.
     pub name: PolicyName,
-    /// Policy `seconds`: weight of a second before the first token, 0.1 to 100; 12 by default.
+    /// Policy `seconds`: weight of a second before the first token, 0.1 to 100; 30 by default.
     pub first_token_weight: Option<f64>,
     /// Policy `sticky`: prefill tokens by which the queue of a warm rank may exceed the shortest.
     pub max_excess_tokens: Option<u64>,
