@@ -1,5 +1,8 @@
 //! Outcomes of requests, as far as they show the health of a worker rank.
 
+use std::collections::BTreeMap;
+use std::fmt;
+
 use serde::Serialize;
 
 /// Outcome of a request at one worker rank.
@@ -110,5 +113,47 @@ impl RequestOutcome {
             | RequestOutcome::NoResponse
             | RequestOutcome::NoContent => 1.0,
         }
+    }
+}
+
+/// Number of failures by kind.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct FailureCounts(BTreeMap<RequestOutcome, u32>);
+
+impl FailureCounts {
+    /// Counts a failure.
+    pub(super) fn add(&mut self, outcome: RequestOutcome) {
+        *self.0.entry(outcome).or_default() += 1;
+    }
+
+    /// Returns the most frequent failure.
+    pub fn most_frequent(&self) -> Option<RequestOutcome> {
+        let by_count = |(_, count): &(&RequestOutcome, &u32)| **count;
+        Some(*self.0.iter().max_by_key(by_count)?.0)
+    }
+
+    pub(super) fn weight(&self) -> f64 {
+        let kinds = self.0.iter();
+        kinds
+            .map(|(kind, count)| kind.weight() * f64::from(*count))
+            .sum()
+    }
+}
+
+#[cfg(test)]
+impl From<[(RequestOutcome, u32); 1]> for FailureCounts {
+    fn from(counts: [(RequestOutcome, u32); 1]) -> Self {
+        Self(counts.into())
+    }
+}
+
+impl fmt::Display for FailureCounts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, (kind, count)) in self.0.iter().enumerate() {
+            let separator = if index == 0 { "" } else { " " };
+            write!(f, "{separator}{}={count}", kind.as_str())?;
+        }
+        Ok(())
     }
 }

@@ -8,17 +8,15 @@ use super::calibration;
 use super::coefficients::{
     DecodeBatch, DecodeFit, LatencyCoefficients, PREFILL_MARGIN, PRIOR, PrefillFit, PrefillWork,
 };
-use super::limits::LatencyLimits;
+use super::limits::{LatencyLimits, PRIOR_OUTPUT_TOKENS};
 use super::recent::RecentTimes;
 use super::recovery::{FastestFactors, TrialLimit};
 use super::slow_rank::{MedianFactors, RankSpeed, SpeedChange};
-use super::slowdown::{MeanFactors, RankSlowdown, SlowdownFactors, TimeSums};
-use super::totals::{FirstTokenObservation, PredictionTotals};
+use super::slowdown::{MeanFactors, RankSlowdown, SlowdownFactors};
+use super::totals::{FirstTokenObservation, PredictionTotals, TimeSums};
 use super::traffic::TrafficRate;
 use super::transfer::{PRIOR_TRANSFER_TOKEN, TransferTime};
 use crate::load::timing::RankTiming;
-
-pub(super) const PRIOR_OUTPUT_TOKENS: f64 = 300.0;
 
 /// Weight of one finished request in the mean answer length.
 const OUTPUT_SHARE: f64 = 0.02;

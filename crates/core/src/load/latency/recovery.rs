@@ -5,7 +5,8 @@
 use std::time::{Duration, Instant};
 
 use super::slow_rank::MedianFactors;
-use super::slowdown::{RankSlowdown, SlowdownFactors, TimeSums, decode_factors, prefill_factors};
+use super::slowdown::{RankSlowdown, SlowdownFactors, decode_factors, prefill_factors};
+use super::totals::TimeSums;
 
 /// A rank is tried if one of its factors exceeds that of the fastest rank by this ratio. At light
 /// load, even a small difference decides.

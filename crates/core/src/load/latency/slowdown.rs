@@ -9,7 +9,7 @@ use super::limits::RankLatency;
 use super::recent::RecentTimes;
 use super::recovery::{FactorRange, FastestFactors, RecoveryTrials};
 use super::slow_rank::{MedianFactors, SlowPeriod};
-use super::totals::PredictionTotals;
+use super::totals::{PredictionTotals, TimeSums};
 
 /// Factors of a rank stay in this range.
 const MIN_FACTOR: f64 = 0.1;
@@ -95,14 +95,6 @@ pub(super) struct MeanFactors {
     pub(super) decode: f64,
 }
 
-/// Weighted sums of observed and expected times. Their ratio stays correct when one engine step
-/// completes two prefills, which a mean of ratios would not.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct TimeSums {
-    pub(super) observed: f64,
-    pub(super) expected: f64,
-}
-
 /// Weights of an observation, per second.
 #[derive(Clone, Copy, Debug)]
 struct ObservationWeights {
@@ -163,33 +155,6 @@ impl Default for FactorEstimate {
             squared_errors: 0.0,
             slower: ChangeDetector::slower(),
             faster: ChangeDetector::faster(),
-        }
-    }
-}
-
-impl TimeSums {
-    pub(super) fn add(&mut self, sums: TimeSums) {
-        self.observed += sums.observed;
-        self.expected += sums.expected;
-    }
-
-    pub(super) fn scaled(self, factor: f64) -> Self {
-        Self {
-            observed: self.observed * factor,
-            expected: self.expected * factor,
-        }
-    }
-
-    /// Returns the ratio of the observed to the expected times.
-    pub(super) fn ratio(self) -> f64 {
-        self.observed / self.expected.max(f64::MIN_POSITIVE)
-    }
-
-    /// Returns the times with the observed ones divided by a ratio.
-    fn relative_to(self, ratio: f64) -> Self {
-        Self {
-            observed: self.observed / ratio,
-            ..self
         }
     }
 }

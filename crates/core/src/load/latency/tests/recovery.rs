@@ -1,7 +1,7 @@
 //! Trials of a rank that stays slow.
 
 use super::super::recovery::{FactorRange, RecoveryTrials};
-use super::super::slowdown::TimeSums;
+use super::super::totals::TimeSums;
 use super::*;
 
 /// Factor of the slow rank.
