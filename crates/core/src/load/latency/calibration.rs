@@ -2,9 +2,8 @@
 
 use std::time::Instant;
 
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 
-use super::coefficients::LatencyCoefficients;
 use super::model::LatencyEstimate;
 use super::slow_rank::{SlowRank, SpeedTransition};
 use super::slowdown::RankSlowdown;
@@ -124,37 +123,4 @@ impl LoadTable {
             age_seconds: row.slowdown.age(now).map(|age| age.as_secs_f64()),
         })
     }
-}
-
-/// Writes the coefficients of a status page, with their unit in each name.
-pub(super) fn serialize_with_units<S: Serializer>(
-    coefficients: &LatencyCoefficients,
-    serializer: S,
-) -> Result<S::Ok, S::Error> {
-    #[derive(Serialize)]
-    struct CoefficientSeconds {
-        prefill_base_seconds: f64,
-        prefill_token_seconds: f64,
-        prefill_pair_seconds: f64,
-        decode_step_seconds: f64,
-        decode_request_seconds: f64,
-        decode_context_token_seconds: f64,
-    }
-    let LatencyCoefficients {
-        prefill_base,
-        prefill_token,
-        prefill_pair,
-        decode_step,
-        decode_request,
-        decode_context_token,
-    } = *coefficients;
-    CoefficientSeconds {
-        prefill_base_seconds: prefill_base,
-        prefill_token_seconds: prefill_token,
-        prefill_pair_seconds: prefill_pair,
-        decode_step_seconds: decode_step,
-        decode_request_seconds: decode_request,
-        decode_context_token_seconds: decode_context_token,
-    }
-    .serialize(serializer)
 }

@@ -16,7 +16,7 @@ fn prefill(trials: &mut RecoveryTrials, ratio: f64, now: Instant) -> bool {
         own: FACTOR,
         fastest: 1.0,
     };
-    trials.record_prefill(times, range, now)
+    trials.record(SlowPhase::Prefill, times, range, now)
 }
 
 #[test]
