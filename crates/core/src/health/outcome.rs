@@ -4,10 +4,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::Serialize;
+use strum::{IntoStaticStr, VariantArray};
 
 /// Outcome of a request at one worker rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, IntoStaticStr, VariantArray,
+)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum RequestOutcome {
     /// Content of the answer reached Envoy.
     Delivered,
@@ -35,19 +39,6 @@ pub enum RequestOutcome {
 }
 
 impl RequestOutcome {
-    /// Outcomes that count as failures, for metrics.
-    pub const FAILURES: [RequestOutcome; 9] = [
-        RequestOutcome::Unreachable,
-        RequestOutcome::ServerError,
-        RequestOutcome::Rejected,
-        RequestOutcome::Empty,
-        RequestOutcome::NoOutput,
-        RequestOutcome::NoResponse,
-        RequestOutcome::NoContent,
-        RequestOutcome::Overloaded,
-        RequestOutcome::Cancelled,
-    ];
-
     /// Classifies a status that the worker sent. A 503 that Envoy generated for a failed connection
     /// is [`RequestOutcome::Unreachable`] instead.
     pub fn from_status(status: u16) -> Self {
@@ -62,19 +53,7 @@ impl RequestOutcome {
 
     /// Returns the name in metrics and logs.
     pub fn as_str(self) -> &'static str {
-        match self {
-            RequestOutcome::Delivered => "delivered",
-            RequestOutcome::Unreachable => "unreachable",
-            RequestOutcome::ServerError => "server_error",
-            RequestOutcome::Rejected => "rejected",
-            RequestOutcome::Empty => "empty",
-            RequestOutcome::NoOutput => "no_output",
-            RequestOutcome::NoResponse => "no_response",
-            RequestOutcome::NoContent => "no_content",
-            RequestOutcome::Overloaded => "overloaded",
-            RequestOutcome::Cancelled => "cancelled",
-            RequestOutcome::Inconclusive => "inconclusive",
-        }
+        self.into()
     }
 
     /// Returns whether the outcome is a failure that the worker may have caused.
