@@ -56,7 +56,7 @@ fn confirmed(blocks: u64) -> (u64, Arc<Predictor>) {
     (0..limit / blocks + 10)
         .for_each(|number| drop(predictor.record(RankSlot(0), RANK, &prompt(number, blocks))));
     let stats = predictor.stats();
-    assert_eq!((stats.blocks, stats.ranks[0].evicted), (limit, 10 * blocks));
+    assert_eq!((stats[0].blocks, stats[0].evicted), (limit, 10 * blocks));
     (limit, predictor)
 }
 
@@ -67,10 +67,7 @@ fn in_flight(blocks: u64) -> (u64, impl Sized) {
     let send = |number| predictor.record_in_flight(RankSlot(0), RANK, &prompt(number, blocks));
     let prompts: Vec<_> = (0..limit / blocks + 10).map(send).collect();
     let stats = predictor.stats();
-    assert_eq!(
-        (stats.in_flight, stats.ranks[0].refused),
-        (limit, 10 * blocks)
-    );
+    assert_eq!((stats[0].in_flight, stats[0].refused), (limit, 10 * blocks));
     (limit, (predictor, prompts))
 }
 

@@ -330,9 +330,9 @@ fn troubleshooting_has_an_entry_per_name() {
         .lines()
         .filter_map(|line| line.strip_prefix("### "))
         .collect();
-    let reasons = Reason::ALL.map(|reason| reason.as_str().to_owned());
+    let reasons = Reason::ALL.iter().map(|reason| reason.as_str().to_owned());
     let causes = MissCause::ALL.map(|cause| cause.as_str().to_owned());
-    let names = reasons.into_iter().chain(causes).chain(doctor_checks());
+    let names = reasons.chain(causes).chain(doctor_checks());
     let names: BTreeSet<String> = names.collect();
     let missing: Vec<&String> = names
         .iter()

@@ -336,6 +336,7 @@ struct OurPredictor {
     predictor: std::sync::Arc<Predictor>,
     live: VecDeque<PredictionLease>,
     found: Overlaps,
+    buffer: Overlaps,
 }
 
 fn rank_of(rank: u32) -> WorkerRank {
@@ -369,11 +370,14 @@ impl OurPredictor {
             predictor,
             live: VecDeque::new(),
             found: Overlaps::new(),
+            buffer: Overlaps::new(),
         }
     }
 
     fn serve(&mut self, request: &TraceRequest, rank: u32) {
-        self.predictor.overlaps(&request.prompt, &mut self.found);
+        self.found.replace_with([]);
+        self.predictor
+            .raise(&request.prompt, &mut self.found, &mut self.buffer, |_| true);
         self.live.push_back(
             self.predictor
                 .record(RankSlot(rank), rank_of(rank), &request.prompt),
@@ -386,6 +390,7 @@ impl OurPredictor {
     /// Ends all requests and returns the number of resident blocks.
     fn finish(&mut self) -> f64 {
         self.live.clear();
-        self.predictor.stats().blocks as f64
+        let stats = self.predictor.stats();
+        stats.iter().map(|rank| rank.blocks).sum::<u64>() as f64
     }
 }

@@ -23,12 +23,7 @@ pub use status::{IndexFreshness, SourceStatus, StaleReason};
 
 impl Default for SourceStatus {
     fn default() -> Self {
-        Self {
-            freshness: IndexFreshness::Absent,
-            reason: Some(StaleReason::NoSource),
-            engine_block_size: None,
-            windows: None,
-        }
+        Self::new(IndexFreshness::Absent, Some(StaleReason::NoSource))
     }
 }
 

@@ -24,10 +24,10 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde::Serialize;
 
-pub use self::delivery::{DeliveryTransition, FailingPeerGroup, FailureCounts};
+pub use self::delivery::{DeliveryTransition, FailingPeerGroup};
 pub use self::evidence::EvidenceSummary;
 use self::model::{HealthModel, OutcomeReport};
-pub use self::outcome::RequestOutcome;
+pub use self::outcome::{FailureCounts, RequestOutcome};
 pub use self::reachability::ReachabilityTable;
 pub use self::report::{HealthChange, HealthSignal, HealthTransition, PeerGroup, RankHealthReport};
 use crate::block::SequenceHash;

@@ -246,18 +246,13 @@ impl ParityRegistry {
                 .get(model)
                 .map(|status| status.differing_workers())
                 .unwrap_or_default(),
-            None => Arc::new(
-                models
-                    .values()
-                    .flat_map(|status| {
-                        status
-                            .differing_workers()
-                            .iter()
-                            .copied()
-                            .collect::<Vec<_>>()
-                    })
-                    .collect(),
-            ),
+            None => {
+                let mut workers = BTreeSet::new();
+                for status in models.values() {
+                    workers.extend(status.differing_workers().iter());
+                }
+                Arc::new(workers)
+            }
         }
     }
 

@@ -35,7 +35,7 @@ pub use in_flight::InFlightPrompt;
 use in_flight::InFlightPrompts;
 pub use policy::{EffectivePolicy, EvictionPolicy, TtlPolicy};
 use rules::PredictorRules;
-pub use stats::{PredictStats, PredictedUsage, RankPrediction};
+pub use stats::{PredictedUsage, RankPrediction};
 
 /// Predicted caches of all ranks.
 pub struct Predictor {
@@ -63,9 +63,7 @@ impl PredictedRank {
 
     fn stats(&self, slot: RankSlot) -> Option<RankPrediction> {
         let mut stats = self.confirmed.stats(slot)?;
-        let in_flight = self.in_flight.stats();
-        stats.in_flight = in_flight.blocks;
-        stats.refused += in_flight.refused_blocks;
+        self.in_flight.add_to(&mut stats);
         Some(stats)
     }
 }
@@ -76,13 +74,7 @@ impl Predictor {
         policy: EvictionPolicy,
         clock: impl Fn() -> Instant + Send + Sync + 'static,
     ) -> Arc<Self> {
-        Self::with_rules(PredictorRules {
-            policy,
-            beside_events: false,
-            start: clock(),
-            clock: Box::new(clock),
-            eviction_age: MeanEvictionAge::default(),
-        })
+        Self::create(policy, false, clock)
     }
 
     /// Creates a predictor for ranks that publish events. A prediction covers the time until the
@@ -92,22 +84,25 @@ impl Predictor {
         policy: EvictionPolicy,
         clock: impl Fn() -> Instant + Send + Sync + 'static,
     ) -> Arc<Self> {
-        Self::with_rules(PredictorRules {
-            policy,
-            beside_events: true,
-            start: clock(),
-            clock: Box::new(clock),
-            eviction_age: MeanEvictionAge::default(),
-        })
+        Self::create(policy, true, clock)
     }
 
-    fn with_rules(rules: PredictorRules) -> Arc<Self> {
-        let rules = Arc::new(rules);
+    fn create(
+        policy: EvictionPolicy,
+        beside_events: bool,
+        clock: impl Fn() -> Instant + Send + Sync + 'static,
+    ) -> Arc<Self> {
         Arc::new(Self {
             index: PrefixIndex::new(),
             in_flight: PrefixIndex::new(),
             ranks: RwLock::default(),
-            rules,
+            rules: Arc::new(PredictorRules {
+                policy,
+                beside_events,
+                start: clock(),
+                clock: Box::new(clock),
+                eviction_age: MeanEvictionAge::default(),
+            }),
         })
     }
 
@@ -187,15 +182,6 @@ impl Predictor {
         found.filter(|found| found.confirmed.rank() == rank)
     }
 
-    /// Looks up the predicted blocks of a prompt on every rank, all on the device. `into` is
-    /// overwritten.
-    pub fn overlaps(&self, prompt: &BlockHashes, into: &mut Overlaps) {
-        self.index.query_overlaps(prompt, into);
-        let mut in_flight = Overlaps::new();
-        self.in_flight.query_overlaps(prompt, &mut in_flight);
-        into.raise_where(&in_flight, |_| true);
-    }
-
     /// Raises overlaps to the predicted blocks of a prompt, on the slots that `applies` accepts.
     /// `scratch` is overwritten.
     pub fn raise(
@@ -231,22 +217,12 @@ impl Predictor {
         }
     }
 
-    /// Counts the predicted blocks.
-    pub fn stats(&self) -> PredictStats {
-        let mut stats = PredictStats::default();
-        for (slot, rank) in self.ranks.read().iter().enumerate() {
-            let Some(found) = rank
-                .as_ref()
-                .and_then(|rank| rank.stats(RankSlot(slot as u32)))
-            else {
-                continue;
-            };
-            stats.in_flight += found.in_flight;
-            stats.blocks += found.blocks;
-            stats.generated += found.generated;
-            stats.ranks.push(found);
-        }
-        stats
+    /// Returns the predicted blocks of each open slot, in slot order.
+    pub fn stats(&self) -> Vec<RankPrediction> {
+        let ranks = self.ranks.read();
+        let slots = (0..).map(RankSlot).zip(&*ranks);
+        let stats = slots.filter_map(|(slot, rank)| rank.as_ref()?.stats(slot));
+        stats.collect()
     }
 }
 

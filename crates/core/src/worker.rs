@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use serde::de::{self, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use strum::{Display, IntoStaticStr};
 
 /// Stable identity of a worker, assigned by discovery: the value of `x-worker-instance-id`. JSON
 /// and YAML contain it as text, because many parsers round numbers above 2^53. Numbers are accepted
@@ -122,11 +123,24 @@ impl RankSlot {
 
 /// Phases of a request that a worker serves.
 #[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    PartialOrd,
+    Ord,
+    Serialize,
+    Deserialize,
+    Display,
+    IntoStaticStr,
 )]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[cfg_attr(feature = "schema", schemars(transform = allow_role_alias))]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum WorkerRole {
     /// Both prefill and decode.
     #[default]
@@ -153,17 +167,7 @@ fn allow_role_alias(schema: &mut schemars::Schema) {
 impl WorkerRole {
     /// Returns the name used in configuration, metrics and logs.
     pub fn as_str(self) -> &'static str {
-        match self {
-            WorkerRole::Aggregated => "aggregated",
-            WorkerRole::Prefill => "prefill",
-            WorkerRole::Decode => "decode",
-        }
-    }
-}
-
-impl fmt::Display for WorkerRole {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+        self.into()
     }
 }
 

@@ -242,9 +242,10 @@ impl App {
             .iter()
             .map(|model| model.name.clone())
             .collect();
+        let reasons: Vec<_> = Reason::ALL.iter().map(|reason| reason.as_str()).collect();
         metrics.init_known_series(&KnownLabels {
             models: &models,
-            reasons: &Reason::ALL.map(Reason::as_str),
+            reasons: &reasons,
             causes: &MissCause::ALL.map(MissCause::as_str),
         });
         if let Some(pool) = &config.process.pool {

@@ -24,7 +24,6 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
-use warmroute_core::policy::PolicyName;
 
 use cases::{JudgeCase, TraceCases, cases_for};
 use metrics::RunMetrics;
@@ -41,7 +40,7 @@ struct JudgeArgs {
     /// Policies to compare. `POLICY+RULE` also allows local prefills by a rule of
     /// `routing.disaggregation.conditional`, for example `seconds+learned`. `POLICY+no_ejection`
     /// ignores the outcomes of requests
-    #[arg(long, value_delimiter = ',', default_values_t = PolicyName::ALL.map(|name| name.as_str().to_owned()))]
+    #[arg(long, value_delimiter = ',', default_values_t = policies::policy_names())]
     policies: Vec<String>,
     /// Number of seeds
     #[arg(long, default_value_t = 3)]

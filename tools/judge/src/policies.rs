@@ -23,6 +23,12 @@ const RULES: [(&str, ConditionalPrefillPolicy); 4] = [
 /// Rule that ignores the outcomes of requests, like routers without feedback.
 const NO_EJECTION: &str = "no_ejection";
 
+/// Returns the names of all policies.
+pub(crate) fn policy_names() -> Vec<String> {
+    let names = PolicyName::ALL.iter().map(|name| name.as_str().to_owned());
+    names.collect()
+}
+
 /// Returns the router settings of a policy.
 pub(crate) fn router_settings(policy: &str) -> Result<RouterSettings> {
     let mut health = HealthRules::default();
@@ -34,8 +40,8 @@ pub(crate) fn router_settings(policy: &str) -> Result<RouterSettings> {
         Some((policy, rule)) => (policy, Some(conditional_prefill(rule)?)),
         None => (policy, None),
     };
-    let Some(name) = PolicyName::parse(policy) else {
-        let known = PolicyName::ALL.map(PolicyName::as_str).join(", ");
+    let Ok(name) = policy.parse::<PolicyName>() else {
+        let known = policy_names().join(", ");
         bail!("unknown policy `{policy}`; known policies: {known}");
     };
     Ok(RouterSettings {

@@ -47,6 +47,12 @@ impl SequenceHash {
     fn chain_with(self, local: LocalHash, step: PairHasher) -> Self {
         Self(step.hash(self.0, local.0))
     }
+
+    /// Returns the hash of the prefix that `local` ends when it follows `last`, if any.
+    #[inline]
+    fn after(last: Option<Self>, local: LocalHash, step: PairHasher) -> Self {
+        last.map_or_else(|| Self::root(local), |last| last.chain_with(local, step))
+    }
 }
 
 /// Tokens that the hash of each block covers.
@@ -225,10 +231,7 @@ impl BlockHashes {
         let step = PairHasher::new(SEED);
         for ((slot, name), local) in known_locals.iter_mut().zip(known_names).zip(more) {
             *slot = local;
-            *name = last.map_or_else(
-                || SequenceHash::root(local),
-                |parent| parent.chain_with(local, step),
-            );
+            *name = SequenceHash::after(last, local, step);
             last = Some(*name);
         }
         Self {
@@ -288,24 +291,12 @@ impl BlockHashes {
 
 /// Returns the sequence hashes of a prompt, chained with this seed.
 pub(super) fn chain_locals(locals: &[LocalHash], seed: u64) -> Arc<[SequenceHash]> {
-    chain(None, locals.iter().copied(), seed).collect()
-}
-
-/// Iterates over the sequence hashes of blocks that follow `last`.
-fn chain(
-    mut last: Option<SequenceHash>,
-    locals: impl Iterator<Item = LocalHash>,
-    seed: u64,
-) -> impl Iterator<Item = SequenceHash> {
     let step = PairHasher::new(seed);
-    locals.map(move |local| {
-        let next = last.map_or_else(
-            || SequenceHash::root(local),
-            |parent| parent.chain_with(local, step),
-        );
-        last = Some(next);
-        next
-    })
+    let mut last = None;
+    let locals = locals.iter();
+    locals
+        .map(|local| *last.insert(SequenceHash::after(last, *local, step)))
+        .collect()
 }
 
 /// Returns the local hashes of the complete blocks of `tokens`. `mm_hashes` contains the hashes of

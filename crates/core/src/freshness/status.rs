@@ -1,13 +1,17 @@
 //! Freshness of one event source, and the reason if it is not exact.
 
 use serde::Serialize;
+use strum::{IntoStaticStr, VariantArray};
 
 use crate::block::BlockWindows;
 use crate::worker::BlockSize;
 
 /// Extent to which the index matches the cache of a rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, IntoStaticStr, VariantArray,
+)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum IndexFreshness {
     /// Attached and caught up. The index is up to date.
     Exact,
@@ -25,23 +29,11 @@ pub enum IndexFreshness {
 
 impl IndexFreshness {
     /// All values.
-    pub const ALL: [IndexFreshness; 5] = [
-        IndexFreshness::Exact,
-        IndexFreshness::Incomplete,
-        IndexFreshness::CatchingUp,
-        IndexFreshness::Stale,
-        IndexFreshness::Absent,
-    ];
+    pub const ALL: &'static [Self] = Self::VARIANTS;
 
     /// Returns the name used on pages and in metrics.
     pub fn as_str(self) -> &'static str {
-        match self {
-            IndexFreshness::Exact => "exact",
-            IndexFreshness::Incomplete => "incomplete",
-            IndexFreshness::CatchingUp => "catching_up",
-            IndexFreshness::Stale => "stale",
-            IndexFreshness::Absent => "absent",
-        }
+        self.into()
     }
 
     /// Returns whether the index contributes to decisions. While the source is catching up, it
@@ -57,8 +49,9 @@ impl IndexFreshness {
 }
 
 /// Reason why a source is not exact.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, IntoStaticStr, VariantArray)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum StaleReason {
     /// No source is configured or discovered.
     NoSource,
@@ -83,20 +76,12 @@ pub enum StaleReason {
 }
 
 impl StaleReason {
+    /// All values.
+    pub const ALL: &'static [Self] = Self::VARIANTS;
+
     /// Returns the name used on pages and in logs.
     pub fn as_str(self) -> &'static str {
-        match self {
-            StaleReason::NoSource => "no_source",
-            StaleReason::Connecting => "connecting",
-            StaleReason::Replaying => "replaying",
-            StaleReason::Detached => "detached",
-            StaleReason::LostBatches => "lost_batches",
-            StaleReason::UnreportedBlocks => "unreported_blocks",
-            StaleReason::Undecodable => "undecodable",
-            StaleReason::Silent => "silent",
-            StaleReason::BlockSizeMismatch => "block_size_mismatch",
-            StaleReason::OtherRank => "other_rank",
-        }
+        self.into()
     }
 }
 
@@ -117,15 +102,10 @@ pub struct SourceStatus {
 
 impl SourceStatus {
     /// Attached and caught up, with the configured block size.
-    pub const EXACT: SourceStatus = SourceStatus {
-        freshness: IndexFreshness::Exact,
-        reason: None,
-        engine_block_size: None,
-        windows: None,
-    };
+    pub const EXACT: SourceStatus = SourceStatus::new(IndexFreshness::Exact, None);
 
     /// Creates a status without a block size.
-    pub fn new(freshness: IndexFreshness, reason: Option<StaleReason>) -> Self {
+    pub const fn new(freshness: IndexFreshness, reason: Option<StaleReason>) -> Self {
         Self {
             freshness,
             reason,

@@ -246,11 +246,11 @@ fn only_stale_sources_reduce_credit() {
         stale_credit: 0.25,
         ..FreshnessRules::default()
     };
-    let credit =
-        IndexFreshness::ALL.map(|freshness| rules.credit(SourceStatus::new(freshness, None)));
+    let credit = |freshness: &IndexFreshness| rules.credit(SourceStatus::new(*freshness, None));
+    let credits: Vec<f64> = IndexFreshness::ALL.iter().map(credit).collect();
     assert_eq!(
-        credit,
-        [1.0, 1.0, 0.25, 0.25, 1.0],
+        credits,
+        [1.0, 0.25, 1.0, 0.25, 1.0],
         "blocks of an incomplete source are correct"
     );
     let absent = |reason| rules.credit(SourceStatus::new(IndexFreshness::Absent, Some(reason)));

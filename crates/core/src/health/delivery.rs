@@ -1,94 +1,16 @@
 //! Models of which no rank delivers. No rank is at fault then, so none changes its health.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
-
 use super::model::HealthModel;
-use super::outcome::RequestOutcome;
+use super::outcome::{FailureCounts, RequestOutcome};
+use super::peer_group::DeliveryGap;
 use super::report::PeerGroup;
 use crate::worker::{WorkerId, WorkerRank};
 
-/// Weighted number of failures in a row, on all ranks, after which a group delivers nothing.
-const MIN_FAILURES: f64 = 3.0;
-
-/// Minimum time without a delivery, since the first of these failures.
-const MIN_FAILING_TIME: Duration = Duration::from_secs(2);
-
 /// If this number of ranks has failed in a row, the other ranks of a large group count as failing.
 const MAX_FAILED_RANKS: usize = 8;
-
-/// Number of failures by kind.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(transparent)]
-pub struct FailureCounts(BTreeMap<RequestOutcome, u32>);
-
-impl FailureCounts {
-    /// Counts a failure.
-    pub(super) fn add(&mut self, outcome: RequestOutcome) {
-        *self.0.entry(outcome).or_default() += 1;
-    }
-
-    /// Returns the most frequent failure.
-    pub fn most_frequent(&self) -> Option<RequestOutcome> {
-        let by_count = |(_, count): &(&RequestOutcome, &u32)| **count;
-        Some(*self.0.iter().max_by_key(by_count)?.0)
-    }
-
-    fn weight(&self) -> f64 {
-        let kinds = self.0.iter();
-        kinds
-            .map(|(kind, count)| kind.weight() * f64::from(*count))
-            .sum()
-    }
-}
-
-#[cfg(test)]
-impl From<[(RequestOutcome, u32); 1]> for FailureCounts {
-    fn from(counts: [(RequestOutcome, u32); 1]) -> Self {
-        Self(counts.into())
-    }
-}
-
-impl fmt::Display for FailureCounts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, (kind, count)) in self.0.iter().enumerate() {
-            let separator = if index == 0 { "" } else { " " };
-            write!(f, "{separator}{}={count}", kind.as_str())?;
-        }
-        Ok(())
-    }
-}
-
-/// Failures of a group since its last delivery.
-#[derive(Debug)]
-pub(super) struct DeliveryGap {
-    since: Instant,
-    failures: FailureCounts,
-    ranks: BTreeSet<WorkerRank>,
-}
-
-impl DeliveryGap {
-    pub(super) fn new(now: Instant) -> Self {
-        Self {
-            since: now,
-            failures: FailureCounts::default(),
-            ranks: BTreeSet::new(),
-        }
-    }
-
-    pub(super) fn add(&mut self, rank: WorkerRank, outcome: RequestOutcome) {
-        self.failures.add(outcome);
-        self.ranks.insert(rank);
-    }
-
-    fn is_long(&self, now: Instant) -> bool {
-        now.saturating_duration_since(self.since) >= MIN_FAILING_TIME
-            && self.failures.weight() >= MIN_FAILURES
-    }
-}
 
 /// Group of which no rank delivers.
 #[derive(Clone, Debug, PartialEq)]

@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::delivery::FailureCounts;
-use super::outcome::RequestOutcome;
+use super::outcome::{FailureCounts, RequestOutcome};
 use super::peer_group::{BASE_SHARE, OutcomeHistory};
 use crate::block::SequenceHash;
 

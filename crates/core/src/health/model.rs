@@ -124,18 +124,13 @@ impl HealthModel {
 
     /// Returns the number of failed requests of each rank by kind.
     pub(super) fn failed_requests(&self) -> Vec<(WorkerRank, RequestOutcome, u64)> {
-        let of_rank = |(rank, record): (&WorkerRank, &RankRecord)| {
-            let rank = *rank;
-            let counts: Vec<_> = record
-                .failures
-                .iter()
-                .map(|(kind, count)| (*kind, *count))
-                .collect();
-            counts
-                .into_iter()
-                .map(move |(kind, count)| (rank, kind, count))
-        };
-        self.ranks.iter().flat_map(of_rank).collect()
+        let ranks = self.ranks.iter();
+        ranks
+            .flat_map(|(rank, record)| {
+                let counts = record.failures.iter();
+                counts.map(|(kind, count)| (*rank, *kind, *count))
+            })
+            .collect()
     }
 
     /// Registers a request that is sent to a rank. `estimate` is the estimated time to its first

@@ -1,10 +1,17 @@
 //! Outcomes of requests, as far as they show the health of a worker rank.
 
+use std::collections::BTreeMap;
+use std::fmt;
+
 use serde::Serialize;
+use strum::{IntoStaticStr, VariantArray};
 
 /// Outcome of a request at one worker rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, IntoStaticStr, VariantArray,
+)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum RequestOutcome {
     /// Content of the answer reached Envoy.
     Delivered,
@@ -32,19 +39,6 @@ pub enum RequestOutcome {
 }
 
 impl RequestOutcome {
-    /// Outcomes that count as failures, for metrics.
-    pub const FAILURES: [RequestOutcome; 9] = [
-        RequestOutcome::Unreachable,
-        RequestOutcome::ServerError,
-        RequestOutcome::Rejected,
-        RequestOutcome::Empty,
-        RequestOutcome::NoOutput,
-        RequestOutcome::NoResponse,
-        RequestOutcome::NoContent,
-        RequestOutcome::Overloaded,
-        RequestOutcome::Cancelled,
-    ];
-
     /// Classifies a status that the worker sent. A 503 that Envoy generated for a failed connection
     /// is [`RequestOutcome::Unreachable`] instead.
     pub fn from_status(status: u16) -> Self {
@@ -59,19 +53,7 @@ impl RequestOutcome {
 
     /// Returns the name in metrics and logs.
     pub fn as_str(self) -> &'static str {
-        match self {
-            RequestOutcome::Delivered => "delivered",
-            RequestOutcome::Unreachable => "unreachable",
-            RequestOutcome::ServerError => "server_error",
-            RequestOutcome::Rejected => "rejected",
-            RequestOutcome::Empty => "empty",
-            RequestOutcome::NoOutput => "no_output",
-            RequestOutcome::NoResponse => "no_response",
-            RequestOutcome::NoContent => "no_content",
-            RequestOutcome::Overloaded => "overloaded",
-            RequestOutcome::Cancelled => "cancelled",
-            RequestOutcome::Inconclusive => "inconclusive",
-        }
+        self.into()
     }
 
     /// Returns whether the outcome is a failure that the worker may have caused.
@@ -110,5 +92,47 @@ impl RequestOutcome {
             | RequestOutcome::NoResponse
             | RequestOutcome::NoContent => 1.0,
         }
+    }
+}
+
+/// Number of failures by kind.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct FailureCounts(BTreeMap<RequestOutcome, u32>);
+
+impl FailureCounts {
+    /// Counts a failure.
+    pub(super) fn add(&mut self, outcome: RequestOutcome) {
+        *self.0.entry(outcome).or_default() += 1;
+    }
+
+    /// Returns the most frequent failure.
+    pub fn most_frequent(&self) -> Option<RequestOutcome> {
+        let by_count = |(_, count): &(&RequestOutcome, &u32)| **count;
+        Some(*self.0.iter().max_by_key(by_count)?.0)
+    }
+
+    pub(super) fn weight(&self) -> f64 {
+        let kinds = self.0.iter();
+        kinds
+            .map(|(kind, count)| kind.weight() * f64::from(*count))
+            .sum()
+    }
+}
+
+#[cfg(test)]
+impl From<[(RequestOutcome, u32); 1]> for FailureCounts {
+    fn from(counts: [(RequestOutcome, u32); 1]) -> Self {
+        Self(counts.into())
+    }
+}
+
+impl fmt::Display for FailureCounts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, (kind, count)) in self.0.iter().enumerate() {
+            let separator = if index == 0 { "" } else { " " };
+            write!(f, "{separator}{}={count}", kind.as_str())?;
+        }
+        Ok(())
     }
 }

@@ -3,10 +3,9 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::delivery::DeliveryGap;
 use super::evidence::PromptEnd;
-use super::outcome::RequestOutcome;
-use super::waiting::ContentTimes;
+use super::outcome::{FailureCounts, RequestOutcome};
+use super::waiting::{ContentTimes, MeanTime};
 use crate::worker::WorkerRank;
 
 /// Share of failed requests that is assumed for the healthy ranks of a group without outcomes, and
@@ -16,12 +15,15 @@ pub(super) const BASE_SHARE: f64 = 0.02;
 /// Minimum of the share that is assumed for healthy ranks.
 const MIN_BASE_SHARE: f64 = 0.002;
 
-/// Weight of one request in the mean times of a group.
-const TIME_SHARE: f64 = 0.1;
-
 /// A failed probe is repeated after this number of requests of the group at the earliest, so that
 /// probes are at most 2 % of the requests. The maximum ejection time limits it.
 const MIN_PROBE_DISTANCE: u32 = 50;
+
+/// Weighted number of failures in a row, on all ranks, after which a group delivers nothing.
+const MIN_FAILURES: f64 = 3.0;
+
+/// Minimum time without a delivery, since the first of these failures.
+const MIN_FAILING_TIME: Duration = Duration::from_secs(2);
 
 /// Members, outcomes and mean times of a peer group.
 #[derive(Debug, Default)]
@@ -69,9 +71,33 @@ impl OutcomeHistory {
     }
 }
 
-/// Exponential moving average of a time.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct MeanTime(Option<f64>);
+/// Failures of a group since its last delivery.
+#[derive(Debug)]
+pub(super) struct DeliveryGap {
+    pub(super) since: Instant,
+    pub(super) failures: FailureCounts,
+    pub(super) ranks: BTreeSet<WorkerRank>,
+}
+
+impl DeliveryGap {
+    pub(super) fn new(now: Instant) -> Self {
+        Self {
+            since: now,
+            failures: FailureCounts::default(),
+            ranks: BTreeSet::new(),
+        }
+    }
+
+    pub(super) fn add(&mut self, rank: WorkerRank, outcome: RequestOutcome) {
+        self.failures.add(outcome);
+        self.ranks.insert(rank);
+    }
+
+    pub(super) fn is_long(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.since) >= MIN_FAILING_TIME
+            && self.failures.weight() >= MIN_FAILURES
+    }
+}
 
 impl PeerGroupRecord {
     /// Records that a request is sent to a member.
@@ -85,17 +111,5 @@ impl PeerGroupRecord {
     pub(super) fn min_probe_period(&self) -> Duration {
         let interval = self.interval.get().unwrap_or_default();
         interval.saturating_mul(MIN_PROBE_DISTANCE)
-    }
-}
-
-impl MeanTime {
-    pub(super) fn add(&mut self, time: Duration) {
-        let seconds = time.as_secs_f64();
-        let mean = self.0.get_or_insert(seconds);
-        *mean += TIME_SHARE * (seconds - *mean);
-    }
-
-    pub(super) fn get(self) -> Option<Duration> {
-        Duration::try_from_secs_f64(self.0?).ok()
     }
 }

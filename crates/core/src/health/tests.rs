@@ -1,4 +1,5 @@
 use proptest::prelude::*;
+use strum::VariantArray;
 use warmroute_property_tests::property_config;
 
 use super::*;
@@ -17,6 +18,12 @@ fn rank(worker: u64) -> WorkerRank {
         worker: WorkerId(worker),
         rank: DpRank(0),
     }
+}
+
+/// Returns the outcomes that count as failures.
+fn failures() -> impl Iterator<Item = RequestOutcome> {
+    let all = RequestOutcome::VARIANTS.iter().copied();
+    all.filter(|outcome| outcome.is_failure())
 }
 
 /// Ranks of one model with a clock.
@@ -165,7 +172,7 @@ fn rank_that_fails_often_is_ejected() {
 
 #[test]
 fn failures_of_all_ranks_eject_none() {
-    for outcome in RequestOutcome::FAILURES {
+    for outcome in failures() {
         if outcome == RequestOutcome::Unreachable {
             continue;
         }
@@ -610,7 +617,7 @@ fn disabled_rules_eject_nothing() {
         consecutive_failures: 0,
         ..HealthRules::default()
     });
-    for outcome in RequestOutcome::FAILURES {
+    for outcome in failures() {
         fixture.report(2, RequestOutcome::Delivered);
         assert_eq!(fixture.repeat(1, outcome, 20), []);
     }

@@ -2,8 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use super::peer_group::MeanTime;
-
 /// A request is overdue after this multiple of its expected time to the first content.
 const OVERDUE_FACTOR: f64 = 4.0;
 
@@ -25,6 +23,9 @@ const MAX_RATIO: f64 = 4.0;
 
 /// The recent maximum of the ratio decays by this factor with each delivery.
 const RATIO_RETENTION: f64 = 0.97;
+
+/// Weight of one request in the mean times of a group.
+const TIME_SHARE: f64 = 0.1;
 
 /// Request without content so far.
 #[derive(Clone, Copy, Debug)]
@@ -104,5 +105,21 @@ impl ContentTimes {
     fn limit(self, estimate: Duration, factor: f64, min: Duration) -> Duration {
         let limit = self.expected(estimate).mul_f64(factor);
         limit.clamp(min, MAX_OVERDUE_AFTER)
+    }
+}
+
+/// Exponential moving average of a time.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct MeanTime(Option<f64>);
+
+impl MeanTime {
+    pub(super) fn add(&mut self, time: Duration) {
+        let seconds = time.as_secs_f64();
+        let mean = self.0.get_or_insert(seconds);
+        *mean += TIME_SHARE * (seconds - *mean);
+    }
+
+    pub(super) fn get(self) -> Option<Duration> {
+        Duration::try_from_secs_f64(self.0?).ok()
     }
 }

@@ -26,7 +26,7 @@ use crate::worker::WorkerRank;
 const MAGIC: [u8; 8] = *b"wrmindex";
 
 /// Version of the format.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 
 /// Maximum length of an encoded record. A block has about 40 bytes.
 const MAX_RECORD_BYTES: u64 = 1 << 30;

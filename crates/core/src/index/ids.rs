@@ -23,3 +23,12 @@ pub(super) struct BlockLocation {
     pub(super) shard: u8,
     pub(super) block: BlockId,
 }
+
+impl BlockLocation {
+    pub(super) fn new(shard: usize, block: BlockId) -> Self {
+        Self {
+            shard: shard as u8,
+            block,
+        }
+    }
+}

@@ -1,5 +1,7 @@
 //! Layers of a block: its tiers, and the shares of its cache groups.
 
+use serde::{Deserialize, Serialize};
+
 use crate::block::StorageTier;
 
 /// Part of a block that can be held: the block in a tier, or the share of the cache groups with one
@@ -44,7 +46,7 @@ impl From<StorageTier> for BlockLayer {
 }
 
 /// Set of layers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LayerSet(u8);
 
 impl LayerSet {
@@ -80,6 +82,10 @@ impl LayerSet {
 
     pub(super) fn union(self, other: LayerSet) -> Self {
         Self(self.0 | other.0)
+    }
+
+    pub(super) fn intersection(self, other: LayerSet) -> Self {
+        Self(self.0 & other.0)
     }
 
     pub(super) fn difference(self, other: LayerSet) -> Self {

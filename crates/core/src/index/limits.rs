@@ -24,13 +24,17 @@ const CAPACITY_FACTOR: u64 = 4;
 /// Largest limit derived from the reported capacity. A larger one must be configured.
 const MAX_REPORTED_LIMIT: u64 = 1 << 26;
 
-impl BlockLimits {
-    /// No limit.
-    pub const NONE: Self = Self {
-        device: u64::MAX,
-        lower_tier: u64::MAX,
-    };
+impl Default for BlockLimits {
+    /// Returns no limit.
+    fn default() -> Self {
+        Self {
+            device: u64::MAX,
+            lower_tier: u64::MAX,
+        }
+    }
+}
 
+impl BlockLimits {
     /// Returns the limits of a rank. They follow from the number of its KV blocks if that is known,
     /// otherwise from `max_blocks_per_tier`. The latter is also the minimum for lower tiers.
     pub fn for_rank(total_kv_blocks: Option<u64>, max_blocks_per_tier: u64) -> Self {

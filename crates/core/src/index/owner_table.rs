@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use super::cache_groups::CacheGroupRules;
 use super::ids::OwnerId;
@@ -242,10 +242,9 @@ impl OwnerTable {
 }
 
 /// State of a writer that is shared with readers.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct SharedRankState {
-    max_device: AtomicU64,
-    max_lower: AtomicU64,
+    limits: RwLock<BlockLimits>,
     /// Number of blocks dropped because of a limit.
     over_limit: AtomicU64,
     blocks: [AtomicU64; 4],
@@ -263,37 +262,13 @@ pub(super) struct SharedRankState {
     pub(super) watches: PrefixWatches,
 }
 
-impl Default for SharedRankState {
-    fn default() -> Self {
-        Self {
-            max_device: AtomicU64::new(BlockLimits::NONE.device),
-            max_lower: AtomicU64::new(BlockLimits::NONE.lower_tier),
-            over_limit: AtomicU64::default(),
-            blocks: Default::default(),
-            copies: AtomicU64::default(),
-            waiting: AtomicU64::default(),
-            stores: AtomicU64::default(),
-            gaps: AtomicU32::default(),
-            has_evicted: AtomicBool::default(),
-            stale: Mutex::default(),
-            reinsertions: Mutex::default(),
-            watches: PrefixWatches::default(),
-        }
-    }
-}
-
 impl SharedRankState {
     pub(super) fn set_limits(&self, limits: BlockLimits) {
-        self.max_device.store(limits.device, Ordering::Relaxed);
-        self.max_lower.store(limits.lower_tier, Ordering::Relaxed);
+        *self.limits.write() = limits;
     }
 
     pub(super) fn limits(&self) -> BlockLimits {
-        let load = |limit: &AtomicU64| limit.load(Ordering::Relaxed);
-        BlockLimits {
-            device: load(&self.max_device),
-            lower_tier: load(&self.max_lower),
-        }
+        *self.limits.read()
     }
 
     /// Returns the number of blocks that may still be added to a tier.

@@ -48,23 +48,19 @@ impl PrefixIndex {
     /// Creates a writer whose blocks have no engine hashes. It replaces an earlier writer of the
     /// slot.
     pub(crate) fn create_path_writer(self: &Arc<Self>, slot: RankSlot) -> PathWriter {
-        PathWriter::new(self.clone(), slot)
-    }
-}
-
-impl PathWriter {
-    fn new(index: Arc<PrefixIndex>, slot: RankSlot) -> Self {
         let shared = Arc::new(SharedRankState::default());
-        let owner = index.owners.write().register(slot, shared.clone());
-        Self {
-            index,
+        let owner = self.owners.write().register(slot, shared.clone());
+        PathWriter {
+            index: self.clone(),
             owner,
             shared,
             held: 0,
             path: Vec::new(),
         }
     }
+}
 
+impl PathWriter {
     /// Counts the leading blocks of a prompt that are held.
     pub(crate) fn known_blocks(&self, locals: &[LocalHash]) -> usize {
         let Some(&first) = locals.first() else {
@@ -89,7 +85,7 @@ impl PathWriter {
             || shard_of(first),
             |PathEnd(location)| usize::from(location.shard),
         );
-        let hold = self.hold();
+        let hold = LayerHold::new(self.owner, StorageTier::Device);
         let index = self.index.clone();
         let mut last = after.map(|PathEnd(location)| location.block);
         let mut blocks = 0;
@@ -118,19 +114,14 @@ impl PathWriter {
         self.adjust_counts(blocks as i64);
         InsertedPath {
             blocks,
-            end: last.map(|block| {
-                PathEnd(BlockLocation {
-                    shard: shard as u8,
-                    block,
-                })
-            }),
+            end: last.map(|block| PathEnd(BlockLocation::new(shard, block))),
         }
     }
 
     /// Removes blocks from the end of a path. Returns the new end.
     pub(crate) fn remove_tail(&mut self, end: PathEnd, blocks: u64) -> Option<PathEnd> {
         let PathEnd(BlockLocation { shard, block }) = end;
-        let hold = self.hold();
+        let hold = LayerHold::new(self.owner, StorageTier::Device);
         let index = self.index.clone();
         let mut remaining = blocks as usize;
         let mut last = Some(block);
@@ -177,13 +168,6 @@ impl PathWriter {
     /// Stops reporting the blocks. They still have to be removed.
     pub(crate) fn hide(&self) {
         self.index.owners.write().unregister(self.owner);
-    }
-
-    fn hold(&self) -> LayerHold {
-        LayerHold {
-            owner: self.owner,
-            layer: StorageTier::Device.into(),
-        }
     }
 
     fn adjust_counts(&mut self, by: i64) {

@@ -90,15 +90,9 @@ impl PrefixIndex {
     /// evicted in lost events. Returns `None` if the slot has no writer, or if the writer holds the
     /// lock.
     pub fn stale_block_count(&self, slot: RankSlot) -> Option<u64> {
-        Some(
-            self.owners
-                .read()
-                .find(slot)?
-                .1
-                .stale
-                .try_lock()?
-                .stale_count(),
-        )
+        let owners = self.owners.read();
+        let stale_blocks = owners.find(slot)?.1.stale.try_lock()?;
+        Some(stale_blocks.stale_count())
     }
 
     /// Confirms the leading blocks of a prompt that an engine reported as cached. `sent` is the
@@ -132,10 +126,7 @@ impl PrefixIndex {
         }
         let mut path = Vec::new();
         trie.trace_path(None, leading_locals(hashes, blocks), &mut path);
-        let location = |block| BlockLocation {
-            shard: shard as u8,
-            block,
-        };
+        let location = |block| BlockLocation::new(shard, block);
         for &block in &path {
             let fastest = trie
                 .layers_of(block, owner)

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
 
+use super::layers::LayerSet;
 use super::sizes::{MAX_SALT_BYTES, MAX_SALTED_BLOCKS};
 use crate::block::{EngineHash, StorageTier};
 
@@ -75,21 +76,16 @@ impl SaltTable {
                 }
                 Ok(Some(_)) | Err(AmbiguousSaltError) => SaltRef::Ambiguous,
             };
-            let stale_blocks = entry
-                .copies
-                .iter()
-                .zip(entry.counted_at)
-                .map(|(copies, counted)| *copies > 0 && counted != self.gaps);
-            let mut stale = [false; StorageTier::ALL.len()];
-            stale
-                .iter_mut()
-                .zip(stale_blocks)
-                .for_each(|(stale, is_stale)| *stale = is_stale);
+            let is_stale = |tier: &StorageTier| {
+                let at = *tier as usize;
+                entry.copies[at] > 0 && entry.counted_at[at] != self.gaps
+            };
+            let stale = StorageTier::ALL.into_iter().filter(is_stale);
             dump.rows.push(SaltRow {
                 engine,
                 salt,
                 copies: entry.copies,
-                stale,
+                stale: stale.fold(LayerSet::NONE, LayerSet::with),
             });
         }
         dump.rows.sort_unstable_by_key(|row| row.engine);
@@ -111,9 +107,13 @@ impl SaltTable {
                 SaltRef::Ambiguous => Err(AmbiguousSaltError),
             };
             // Never equal to the number of a gap.
-            let counted = row
-                .stale
-                .map(|stale| if stale { u32::MAX } else { salts.gaps });
+            let counted = StorageTier::ALL.map(|tier| {
+                if row.stale.has(tier) {
+                    u32::MAX
+                } else {
+                    salts.gaps
+                }
+            });
             let entry = SaltEntry {
                 salt,
                 copies: row.copies,
@@ -252,7 +252,7 @@ pub(super) struct SaltRow {
     pub(super) salt: SaltRef,
     /// Copies by tier.
     pub(super) copies: [u32; StorageTier::ALL.len()],
-    pub(super) stale: [bool; StorageTier::ALL.len()],
+    pub(super) stale: LayerSet,
 }
 
 /// Reference to a salt.

@@ -56,8 +56,17 @@ impl TrieRun {
 /// Layer of a block held by an owner.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LayerHold {
-    pub(super) owner: OwnerId,
-    pub(super) layer: BlockLayer,
+    owner: OwnerId,
+    layer: BlockLayer,
+}
+
+impl LayerHold {
+    pub(super) fn new(owner: OwnerId, layer: impl Into<BlockLayer>) -> Self {
+        Self {
+            owner,
+            layer: layer.into(),
+        }
+    }
 }
 
 /// Trie of one shard.

@@ -91,16 +91,10 @@ impl PrefixIndex {
     /// Creates the writer of a slot. It replaces an earlier writer, whose blocks are no longer
     /// reported.
     pub fn create_writer(self: &Arc<Self>, slot: RankSlot) -> RankWriter {
-        RankWriter::new(self.clone(), slot)
-    }
-}
-
-impl RankWriter {
-    fn new(index: Arc<PrefixIndex>, slot: RankSlot) -> Self {
         let shared = Arc::new(SharedRankState::default());
-        let owner = index.owners.write().register(slot, shared.clone());
-        Self {
-            index,
+        let owner = self.owners.write().register(slot, shared.clone());
+        RankWriter {
+            index: self.clone(),
             slot,
             owner,
             shared,
@@ -115,7 +109,9 @@ impl RankWriter {
             buffers: EventBuffers::default(),
         }
     }
+}
 
+impl RankWriter {
     /// Returns the slot of the writer.
     pub fn slot(&self) -> RankSlot {
         self.slot

@@ -4,10 +4,10 @@
 //! lower. The router chooses the candidate workers first. The functions here are pure.
 
 use serde::{Deserialize, Serialize};
+use strum::IntoStaticStr;
 
-/// Assumed tokens per step of a prefill worker that does not report them. Only an extreme backlog
-/// then counts as busy.
-const UNKNOWN_CAPACITY: u64 = 10_000_000;
+use super::weights::check_range;
+use crate::queue::BusyThreshold;
 
 /// `disaggregation:`: handling of separate prefill workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -115,8 +115,9 @@ impl PhaseCosts {
 }
 
 /// Reason why the decode worker does the prefill although there are prefill workers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, IntoStaticStr)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum LocalPrefillReason {
     /// The uncached part of the prompt is small.
     ShortPrompt,
@@ -141,17 +142,7 @@ pub enum LocalPrefillReason {
 impl LocalPrefillReason {
     /// Returns the label in metrics and logs.
     pub fn as_str(self) -> &'static str {
-        match self {
-            LocalPrefillReason::ShortPrompt => "short_prompt",
-            LocalPrefillReason::PrefillBusy => "prefill_busy",
-            LocalPrefillReason::LowerCost => "lower_cost",
-            LocalPrefillReason::TopologyMismatch => "topology_mismatch",
-            LocalPrefillReason::NotSplittable => "not_splittable",
-            LocalPrefillReason::PrefillFailed => "prefill_failed",
-            LocalPrefillReason::PrefillRefused => "prefill_refused",
-            LocalPrefillReason::PrefillConcurrencyLimit => "prefill_concurrency_limit",
-            LocalPrefillReason::NoHandoff => "no_handoff",
-        }
+        self.into()
     }
 }
 
@@ -196,9 +187,11 @@ impl ConditionalPrefillConfig {
     }
 
     fn is_prefill_busy(&self, inputs: &ConditionalPrefillInputs) -> bool {
-        let capacity = inputs.prefill_capacity.unwrap_or(UNKNOWN_CAPACITY) as f64;
-        self.prefill_busy_threshold
-            .is_some_and(|share| inputs.prefill_tokens as f64 > share * capacity)
+        let threshold = BusyThreshold {
+            prefill_tokens: None,
+            prefill_fraction: self.prefill_busy_threshold,
+        };
+        threshold.is_exceeded(inputs.prefill_tokens, inputs.prefill_capacity)
     }
 
     /// Returns whether the decode worker is too busy. A worker of unknown size counts as busy.
@@ -225,27 +218,17 @@ impl DisaggregationConfig {
             return Ok(());
         };
         let shares = [
-            ("uncached_share", Some(rule.uncached_share)),
-            ("prefill_busy_threshold", rule.prefill_busy_threshold),
-            ("decode_busy_threshold", rule.decode_busy_threshold),
+            ("uncached_share", Some(rule.uncached_share), 1.0),
+            (
+                "prefill_busy_threshold",
+                rule.prefill_busy_threshold,
+                f64::INFINITY,
+            ),
+            ("decode_busy_threshold", rule.decode_busy_threshold, 1.0),
         ];
-        for (name, share) in shares {
-            let most = if name == "prefill_busy_threshold" {
-                f64::INFINITY
-            } else {
-                1.0
-            };
-            if let Some(share) =
-                share.filter(|share| !(share.is_finite() && (0.0..=most).contains(share)))
-            {
-                let range = if most == 1.0 {
-                    "from 0 to 1"
-                } else {
-                    "finite and at least 0"
-                };
-                return Err((name, format!("is {share}, but must be {range}")));
-            }
-        }
+        shares.into_iter().try_for_each(|(name, value, most)| {
+            value.map_or(Ok(()), |value| check_range(name, value, most))
+        })?;
         if rule.policy.needs_busy_threshold() && rule.prefill_busy_threshold.is_none() {
             let text = "is required by this policy; set the share of a prefill worker's batch size, 1.0 for one full step";
             return Err(("prefill_busy_threshold", text.to_owned()));

@@ -13,11 +13,8 @@ use parking_lot::{Mutex, RwLock};
 use super::weights::check_range;
 use crate::fleet::FleetMember;
 use crate::load::ActiveLoad;
+use crate::queue::BusyThreshold;
 use crate::worker::{WorkerCapacity, WorkerId, WorkerRank};
-
-/// Tokens per engine step if a worker does not report them; too large for any fraction to be
-/// reached.
-const UNKNOWN_BATCH_TOKENS: u64 = 10_000_000;
 
 /// Thresholds above which a rank is overloaded.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,10 +22,8 @@ pub struct OverloadThresholds {
     /// Used share of the rank's KV blocks, 0 to 1. The higher of the engine's and warmroute's
     /// figure counts.
     pub decode_blocks: Option<f64>,
-    /// Outstanding prefill tokens of the rank.
-    pub prefill_tokens: Option<u64>,
-    /// Outstanding prefill tokens as a multiple of the tokens per engine step.
-    pub prefill_tokens_fraction: Option<f64>,
+    /// Outstanding prefill of the rank.
+    pub prefill: BusyThreshold,
     /// Time for which a worker counts as overloaded after it answered with an overload status.
     pub mark_duration: Duration,
 }
@@ -37,8 +32,7 @@ impl Default for OverloadThresholds {
     fn default() -> Self {
         Self {
             decode_blocks: None,
-            prefill_tokens: None,
-            prefill_tokens_fraction: None,
+            prefill: BusyThreshold::default(),
             mark_duration: Duration::from_secs(1),
         }
     }
@@ -51,7 +45,7 @@ impl OverloadThresholds {
             ("decode_blocks_threshold", self.decode_blocks, 1.0),
             (
                 "prefill_tokens_threshold_frac",
-                self.prefill_tokens_fraction,
+                self.prefill.prefill_fraction,
                 f64::INFINITY,
             ),
         ];
@@ -62,9 +56,7 @@ impl OverloadThresholds {
 
     /// Returns whether any threshold on load is set.
     pub fn has_load_thresholds(&self) -> bool {
-        self.decode_blocks.is_some()
-            || self.prefill_tokens.is_some()
-            || self.prefill_tokens_fraction.is_some()
+        self.decode_blocks.is_some() || !self.prefill.is_unset()
     }
 
     fn blocks_exceeded(
@@ -94,17 +86,6 @@ impl OverloadThresholds {
                 false
             }
         }
-    }
-
-    fn prefill_exceeded(&self, load: ActiveLoad, capacity: WorkerCapacity) -> bool {
-        let tokens = load.active_prefill_tokens;
-        let step = capacity
-            .max_num_batched_tokens
-            .unwrap_or(UNKNOWN_BATCH_TOKENS) as f64;
-        self.prefill_tokens.is_some_and(|max| tokens > max)
-            || self
-                .prefill_tokens_fraction
-                .is_some_and(|fraction| tokens as f64 > fraction * step)
     }
 }
 
@@ -272,7 +253,9 @@ fn workers_over_thresholds(
             let capacity = member.worker.capacity;
             // Both are evaluated, because the latch must see every value.
             let blocks = thresholds.blocks_exceeded(member.rank, occupancy, capacity, latched);
-            blocks | thresholds.prefill_exceeded(occupancy.load, capacity)
+            let tokens = occupancy.load.active_prefill_tokens;
+            let batch = capacity.max_num_batched_tokens;
+            blocks | thresholds.prefill.is_exceeded(tokens, batch)
         })
         .collect();
     full.sort_unstable_by_key(|member| member.rank);

@@ -62,35 +62,6 @@ impl SecondsSettings {
     }
 }
 
-/// Terms of the policy `seconds`. The cost is `first_token + decode + running_delay +
-/// arrival_delay + eviction`.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct SecondsTerms {
-    /// Prompt tokens that are not computed again.
-    pub(super) cached_tokens: f64,
-    /// Prefill that is booked on the rank and not done, without fixed parts, plus the overdue time
-    /// of its oldest request, in seconds.
-    pub(super) queue: f64,
-    /// Wait for KV blocks that running requests hold, in seconds.
-    pub(super) kv_wait: f64,
-    /// Prefill of this request, in seconds.
-    pub(super) prefill: f64,
-    /// KV transfer from the prefill worker, in seconds.
-    pub(super) transfer: f64,
-    /// Time to the first token, in seconds, times its weight.
-    pub(super) first_token: f64,
-    /// Decode time of this request, in seconds.
-    pub(super) decode: f64,
-    /// Delay of the requests that run on the rank, in seconds.
-    pub(super) running_delay: f64,
-    /// Delay of the first tokens of the requests that arrive before the prefill backlog is done, in
-    /// seconds, times the weight of the first token.
-    pub(super) arrival_delay: f64,
-    /// Expected delay caused by later requests that compute evicted blocks again, in seconds, with the
-    /// weight of the first token. These requests may run on any rank, so no prefill factor applies.
-    pub(super) eviction: f64,
-}
-
 /// Phases that the chosen rank runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PricedPhase {
@@ -102,15 +73,29 @@ enum PricedPhase {
 const TERMS: PolicyTerms = PolicyTerms {
     policy: "seconds",
     terms: &[
+        // Prompt tokens that are not computed again.
         "cached_tokens",
+        // Prefill that is booked on the rank and not done, without fixed parts, plus the overdue
+        // time of its oldest request, in seconds.
         "queue",
+        // Wait for KV blocks that running requests hold, in seconds.
         "kv_wait",
+        // Prefill of this request, in seconds.
         "prefill",
+        // KV transfer from the prefill worker, in seconds.
         "transfer",
+        // Time to the first token, in seconds, times its weight.
         "first_token",
+        // Decode time of this request, in seconds.
         "decode",
+        // Delay of the requests that run on the rank, in seconds.
         "running_delay",
+        // Delay of the first tokens of the requests that arrive before the prefill backlog is done, in
+        // seconds, times the weight of the first token.
         "arrival_delay",
+        // Expected delay caused by later requests that compute evicted blocks again, in seconds,
+        // with the weight of the first token. These requests may run on any rank, so no prefill
+        // factor applies.
         "eviction",
     ],
     summands: 5,
@@ -287,12 +272,11 @@ struct LowerTiers {
     cost_tokens: f64,
 }
 
-impl SecondsModel<'_> {
+impl CostModel for SecondsModel<'_> {
     #[inline(always)]
-    pub(super) fn compute_terms(&self, candidate: &Candidate) -> SecondsTerms {
+    fn terms(&self, _index: usize, candidate: &Candidate) -> CostTerms {
         let timing = &candidate.timing;
         let latency = &self.latency;
-        let output = self.output_tokens;
         let requests = candidate.load.active_requests as f64;
         let PrefillPrice {
             cached_tokens,
@@ -309,68 +293,54 @@ impl SecondsModel<'_> {
             requests: requests + 1.0,
             context_tokens: timing.context_tokens + self.prompt_tokens,
         };
-        let steps = output * timing.decode_factor;
+        let steps = self.output_tokens * timing.decode_factor;
         // On average, a running request decodes during half of this answer. Each of these steps is
         // longer by the times of this request and of the tokens in its context.
         let decode_delay = 0.5 * steps * (latency.step_seconds(own) - latency.decode_step);
-        let decode = steps * latency.step_seconds(joined);
-        let mut terms = SecondsTerms {
-            cached_tokens,
-            ..SecondsTerms::default()
-        };
+        let mut decode = steps * latency.step_seconds(joined);
+        let [mut queue, mut kv_wait, mut transfer] = [0.0; 3];
+        let [mut first_token, mut arrival_delay, mut eviction] = [0.0; 3];
         // A prefill worker holds blocks only until the KV transfer ends, so `queue` already includes
         // the wait for blocks.
         if self.phase != PricedPhase::Prefill {
-            terms.kv_wait = self.kv_wait(candidate, decode);
+            kv_wait = self.kv_wait(candidate, decode);
         }
         if self.phase != PricedPhase::Decode {
-            terms.queue = latency.queue_seconds(timing);
-            terms.prefill = prefill;
-            let first_token = terms.queue + terms.kv_wait + prefill;
-            terms.first_token = self.first_token_weight * first_token;
+            queue = latency.queue_seconds(timing);
+            first_token = self.first_token_weight * (queue + kv_wait + prefill);
             // The delay of each later request is proportional to the prefill factor, and the request
             // rate of the rank is assumed to be inversely proportional to it. The two cancel, so only
             // the backlog has the factor. Requests that arrive during this prefill wait for half of it
             // on average.
             let delay_rate = compute_seconds * self.arrival_weight;
-            terms.arrival_delay = delay_rate * (terms.queue + 0.5 * compute);
-            let evicting = self.evicting_share(candidate);
-            terms.eviction = self.eviction_weight * evicting * compute_seconds;
+            arrival_delay = delay_rate * (queue + 0.5 * compute);
+            eviction = self.eviction_weight * self.evicting_share(candidate) * compute_seconds;
         }
-        match self.phase {
-            PricedPhase::Both => {
-                terms.decode = decode;
-                terms.running_delay = requests * (DELAY_SHARE * compute + decode_delay);
+        let running_delay = match self.phase {
+            PricedPhase::Both => requests * (DELAY_SHARE * compute + decode_delay),
+            PricedPhase::Prefill => {
+                decode = 0.0;
+                f64::from(timing.prefills) * compute
             }
-            PricedPhase::Prefill => terms.running_delay = f64::from(timing.prefills) * compute,
             PricedPhase::Decode => {
-                terms.transfer = self.transfer_seconds(candidate);
-                terms.first_token = self.first_token_weight * (terms.transfer + terms.kv_wait);
-                terms.decode = decode;
-                terms.running_delay = requests * decode_delay;
+                transfer = self.transfer_seconds(candidate);
+                first_token = self.first_token_weight * (transfer + kv_wait);
+                requests * decode_delay
             }
-        }
-        terms
-    }
-}
-
-impl CostModel for SecondsModel<'_> {
-    #[inline(always)]
-    fn terms(&self, _index: usize, candidate: &Candidate) -> CostTerms {
-        let terms = self.compute_terms(candidate);
+        };
         CostTerms::new(
             &TERMS,
             [
-                terms.cached_tokens,
-                terms.queue,
-                terms.kv_wait,
-                terms.prefill,
-                terms.transfer,
-                terms.first_token,
-                terms.decode,
-                terms.running_delay,
-                terms.arrival_delay,
-                terms.eviction,
+                cached_tokens,
+                queue,
+                kv_wait,
+                prefill,
+                transfer,
+                first_token,
+                decode,
+                running_delay,
+                arrival_delay,
+                eviction,
             ],
         )
     }

@@ -1,6 +1,7 @@
 //! List of the routing policies, with their settings and cost functions.
 
 use serde::{Deserialize, Serialize};
+use strum::{EnumString, IntoStaticStr, VariantArray};
 
 use super::candidate::{Candidate, PolicyInput};
 use super::cost::CostModelVisitor;
@@ -32,9 +33,21 @@ pub enum RoutingPolicy {
 }
 
 /// Name of a policy or of a preset of `linear`, in the configuration and in requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    EnumString,
+    IntoStaticStr,
+    VariantArray,
+)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum PolicyName {
     /// Least time that the choice costs all requests, by learned latencies.
     Seconds,
@@ -69,34 +82,11 @@ pub struct PolicySettings {
 
 impl PolicyName {
     /// All names, in the order of the documentation.
-    pub const ALL: [PolicyName; 8] = [
-        PolicyName::Seconds,
-        PolicyName::Linear,
-        PolicyName::LinearTuned,
-        PolicyName::Agentic,
-        PolicyName::Lmetric,
-        PolicyName::Sticky,
-        PolicyName::LeastLoaded,
-        PolicyName::RoundRobin,
-    ];
+    pub const ALL: &'static [PolicyName] = Self::VARIANTS;
 
     /// Returns the name in the configuration.
     pub fn as_str(self) -> &'static str {
-        match self {
-            PolicyName::Seconds => "seconds",
-            PolicyName::Linear => "linear",
-            PolicyName::LinearTuned => "linear_tuned",
-            PolicyName::Agentic => "agentic",
-            PolicyName::Lmetric => "lmetric",
-            PolicyName::Sticky => "sticky",
-            PolicyName::LeastLoaded => "least_loaded",
-            PolicyName::RoundRobin => "round_robin",
-        }
-    }
-
-    /// Returns the policy with a name.
-    pub fn parse(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|policy| policy.as_str() == name)
+        self.into()
     }
 }
 

@@ -30,14 +30,9 @@ pub struct Weights {
 impl Default for Weights {
     fn default() -> Self {
         Self {
-            overlap_score_credit: 1.0,
-            overlap_score_credit_decay: 0.0,
             prefill_load_scale: 8.0,
             decode_active_request_weight: 64.0,
-            host_cache_hit_weight: 0.75,
-            disk_cache_hit_weight: 0.25,
-            shared_cache_multiplier: 0.0,
-            router_temperature: 0.0,
+            ..Self::UNIT
         }
     }
 }

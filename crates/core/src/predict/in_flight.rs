@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use super::confirmed::{ConfirmedBlocks, PredictionLease};
 use super::predicted_tree::{EarlierUse, PredictedTree, PromptUse, RunId, UseStamp};
 use super::rules::PredictorRules;
+use super::stats::RankPrediction;
 use crate::block::BlockHashes;
 use crate::index::PathWriter;
 
@@ -27,13 +28,6 @@ struct InFlightState {
     /// Last run of each prompt, by its use.
     tails: BTreeMap<UseStamp, Option<RunId>>,
     refused_blocks: u64,
-}
-
-/// Counters of the prompts in flight to one rank.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct InFlightStats {
-    pub(super) blocks: u64,
-    pub(super) refused_blocks: u64,
 }
 
 /// Prompt that was sent to a rank. Dropping it removes its blocks, unless another prompt in flight
@@ -130,13 +124,12 @@ impl InFlightPrompts {
         }
     }
 
-    pub(super) fn stats(&self) -> InFlightStats {
-        let state = self.state.lock();
-        let of = |state: &InFlightState| InFlightStats {
-            blocks: state.tree.blocks(),
-            refused_blocks: state.refused_blocks,
-        };
-        state.as_ref().map(of).unwrap_or_default()
+    /// Adds the blocks of the prompts to the predicted cache of the rank.
+    pub(super) fn add_to(&self, stats: &mut RankPrediction) {
+        if let Some(state) = self.state.lock().as_ref() {
+            stats.in_flight = state.tree.blocks();
+            stats.refused += state.refused_blocks;
+        }
     }
 
     pub(super) fn close(&self) {

@@ -10,6 +10,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 
+use slab::Slab;
+
 use crate::block::LocalHash;
 use crate::index::{InsertedPath, PathEnd, PathWriter};
 
@@ -94,8 +96,7 @@ impl PromptRun {
 #[derive(Debug)]
 pub(super) struct PredictedTree {
     paths: PathWriter,
-    runs: Vec<PromptRun>,
-    free: Vec<RunId>,
+    runs: Slab<PromptRun>,
     by_first_block: HashMap<(Option<RunId>, LocalHash), RunId>,
     /// Exactly the runs that can be evicted.
     evictable: BTreeSet<(UseStamp, RunId)>,
@@ -110,8 +111,7 @@ impl PredictedTree {
     pub(super) fn new(paths: PathWriter) -> Self {
         Self {
             paths,
-            runs: Vec::new(),
-            free: Vec::new(),
+            runs: Slab::new(),
             by_first_block: HashMap::new(),
             evictable: BTreeSet::new(),
             generated_child: None,
@@ -280,12 +280,7 @@ impl PredictedTree {
     }
 
     fn allocate(&mut self, run: PromptRun) -> RunId {
-        if let Some(id) = self.free.pop() {
-            *self.run_mut(id) = run;
-            return id;
-        }
-        self.runs.push(run);
-        RunId(self.runs.len() as u32 - 1)
+        RunId(self.runs.insert(run) as u32)
     }
 
     /// Lists a run for eviction, if it can be evicted.
@@ -438,8 +433,7 @@ impl PredictedTree {
     /// Removes an evictable run without blocks.
     fn remove(&mut self, id: RunId) {
         self.withdraw_eviction(id);
-        self.free.push(id);
-        if let Some(parent) = self.run(id).parent {
+        if let Some(parent) = self.runs.remove(id.0 as usize).parent {
             self.run_mut(parent).children -= 1;
             self.offer_eviction(parent);
         }
@@ -487,7 +481,7 @@ impl Drop for PredictedTree {
     fn drop(&mut self) {
         // Readers stop seeing the blocks at once, and they are removed in batches.
         self.paths.hide();
-        self.runs.iter_mut().for_each(|run| run.leases = 0);
+        self.runs.iter_mut().for_each(|(_, run)| run.leases = 0);
         let ids: Vec<RunId> = self.by_first_block.values().copied().collect();
         ids.into_iter().for_each(|id| self.offer_eviction(id));
         while let Some((_, end)) = self.oldest() {

@@ -23,19 +23,6 @@ impl PredictedUsage {
     };
 }
 
-/// Size of a predictor.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct PredictStats {
-    /// One entry per open slot, in slot order.
-    pub ranks: Vec<RankPrediction>,
-    /// Blocks of all ranks.
-    pub blocks: u64,
-    /// Generated blocks of all ranks.
-    pub generated: u64,
-    /// Blocks of prompts in flight, over all ranks.
-    pub in_flight: u64,
-}
-
 /// Predicted cache of one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RankPrediction {

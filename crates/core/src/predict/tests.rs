@@ -47,7 +47,6 @@ fn ttl(max_blocks_per_rank: u64) -> TtlPolicy {
 struct TestBed {
     now: Arc<Mutex<u64>>,
     predictor: Arc<Predictor>,
-    overlaps: Overlaps,
 }
 
 impl TestBed {
@@ -57,11 +56,7 @@ impl TestBed {
         let clock = now.clone();
         let predictor =
             Predictor::new(policy, move || start + Duration::from_millis(*clock.lock()));
-        Self {
-            now,
-            predictor,
-            overlaps: Overlaps::new(),
-        }
+        Self { now, predictor }
     }
 
     fn now(&self) -> u64 {
@@ -86,11 +81,16 @@ impl TestBed {
     }
 
     fn overlap(&mut self, slot: RankSlot, path: &[u8]) -> usize {
-        self.predictor.overlaps(&prompt(path), &mut self.overlaps);
-        let found = self.overlaps.get(slot);
+        let found = predicted_overlaps(&self.predictor, &prompt(path)).get(slot);
         assert_eq!(found.total(), found.device);
         found.device as usize
     }
+}
+
+fn predicted_overlaps(predictor: &Predictor, prompt: &BlockHashes) -> Overlaps {
+    let mut found = Overlaps::new();
+    predictor.raise(prompt, &mut found, &mut Overlaps::new(), |_| true);
+    found
 }
 
 fn lru(default_blocks: Option<u64>) -> EvictionPolicy {
@@ -172,15 +172,15 @@ fn conversation_is_one_run_until_it_branches() {
             let mut lease = test_bed.record(A, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10][..2 * turn]);
             lease.grow(1);
         }
-        let runs = || test_bed.predictor.stats().ranks[0].runs;
+        let runs = || test_bed.predictor.stats()[0].runs;
         assert_eq!(
-            (runs(), test_bed.predictor.stats().blocks),
+            (runs(), test_bed.predictor.stats()[0].blocks),
             (1, 10),
             "{policy:?}"
         );
         drop(test_bed.record(A, &[1, 2, 3, 8]));
         assert_eq!(
-            (runs(), test_bed.predictor.stats().blocks),
+            (runs(), test_bed.predictor.stats()[0].blocks),
             (3, 11),
             "{policy:?}"
         );
@@ -202,7 +202,7 @@ fn rank_without_capacity_falls_back_to_ttl() {
             fallback: true
         }
     );
-    assert_eq!(test_bed.predictor.stats().ranks[0].policy, policy);
+    assert_eq!(test_bed.predictor.stats()[0].policy, policy);
     let lease = test_bed.record(A, &[1]);
     test_bed.wait(TTL + 100);
     test_bed.predictor.expire();
@@ -220,17 +220,17 @@ fn stale_rank_or_lease_has_no_effect() {
     assert_eq!(test_bed.overlap(A, &[1, 2]), 0);
     drop(test_bed.record(A, &[1, 2]));
     drop(test_bed.record(B, &[1, 2]));
-    assert_eq!(test_bed.predictor.stats().blocks, 0);
+    assert_eq!(test_bed.predictor.stats()[0].blocks, 0);
     let held = test_bed.predictor.record(A, rank_of(B), &prompt(&[1, 2]));
     old.grow(5);
     drop(old);
     let stats = test_bed.predictor.stats();
-    assert_eq!((stats.blocks, stats.generated), (2, 0));
+    assert_eq!((stats[0].blocks, stats[0].generated), (2, 0));
     test_bed.predictor.close(A);
     test_bed.predictor.close(A);
     test_bed.predictor.close(RankSlot(77));
     drop(held);
-    assert_eq!(test_bed.predictor.stats(), PredictStats::default());
+    assert_eq!(test_bed.predictor.stats(), []);
     assert_eq!(test_bed.overlap(A, &[1, 2]), 0);
 }
 
@@ -267,11 +267,10 @@ fn held_blocks_stay_visible_during_concurrent_changes() {
             })
         });
         scope.spawn(|| {
-            let mut overlaps = Overlaps::new();
             let mut is_done = false;
             while !is_done {
                 is_done = done.load(Ordering::Relaxed);
-                test_bed.predictor.overlaps(&full_prompt, &mut overlaps);
+                let overlaps = predicted_overlaps(&test_bed.predictor, &full_prompt);
                 assert_eq!(overlaps.get(A).device, 1_500);
                 assert!(overlaps.get(B).device <= 1_500);
             }
@@ -281,10 +280,7 @@ fn held_blocks_stay_visible_during_concurrent_changes() {
         assert_eq!(ended, [true, true]);
     });
     let stats = test_bed.predictor.stats();
-    assert!(
-        stats.ranks[..2].iter().all(|rank| rank.evicted > 0),
-        "{stats:?}"
-    );
+    assert!(stats[..2].iter().all(|rank| rank.evicted > 0), "{stats:?}");
     drop(held);
 }
 
@@ -299,11 +295,7 @@ fn prediction_beside_events_ends_at_fixed_time() {
             true => Predictor::beside_events(EvictionPolicy::Ttl(ttl(100)), clock),
             false => Predictor::new(EvictionPolicy::Ttl(ttl(100)), clock),
         };
-        let mut test_bed = TestBed {
-            now,
-            predictor,
-            overlaps: Overlaps::new(),
-        };
+        let mut test_bed = TestBed { now, predictor };
         test_bed.predictor.open(A, rank_of(A), None);
         let send = |test_bed: &TestBed, path: &[u8]| {
             test_bed

@@ -1,8 +1,9 @@
 //! Queue classes. A request names a class, or a family of classes from which the length of its
 //! uncached prompt selects one. Unknown names are ignored.
 
-use std::fmt;
 use std::sync::Arc;
+
+use strum::{Display, IntoStaticStr};
 
 use super::order::QueuePolicy;
 
@@ -37,7 +38,8 @@ impl BusyThreshold {
 }
 
 /// Kind of a queue limit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Display, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum QueueLimitKind {
     /// Number of requests.
     Requests,
@@ -50,17 +52,7 @@ pub enum QueueLimitKind {
 impl QueueLimitKind {
     /// Returns the label in metrics and messages.
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Requests => "requests",
-            Self::PromptTokens => "prompt_tokens",
-            Self::CachedTokens => "cached_tokens",
-        }
-    }
-}
-
-impl fmt::Display for QueueLimitKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+        self.into()
     }
 }
 

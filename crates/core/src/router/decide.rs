@@ -134,14 +134,8 @@ impl Router {
         threshold: &BusyThreshold,
     ) -> Result<Placement, DecideError> {
         let decider = PhaseDecider {
-            context,
-            pools,
-            settings: &context.settings,
-            threshold,
-            in_flight: Some(&self.in_flight_estimates.load()),
-            engine_loads: &self.load.engine_loads().view(self.load.now()),
-            cached_blocks: &self.lookup.cached_block_counts(),
-            recomputed_share: self.recomputation.recomputed_share(pools.decode.model()),
+            in_flight: Some(self.in_flight_estimates.load()),
+            ..self.decider(context, pools, threshold)
         };
         let (reservation, (plan, tracked)) = self.load.book_with(|view| {
             let mut rng = self.rng.lock();
@@ -217,16 +211,7 @@ impl Router {
         let pools = self
             .find_pools(&fleet, &context)
             .map_err(RouteError::from)?;
-        let decider = PhaseDecider {
-            context: &context,
-            pools: &pools,
-            settings: &context.settings,
-            threshold: &BusyThreshold::default(),
-            in_flight: None,
-            engine_loads: &self.load.engine_loads().view(self.load.now()),
-            cached_blocks: &self.lookup.cached_block_counts(),
-            recomputed_share: self.recomputation.recomputed_share(pools.decode.model()),
-        };
+        let decider = self.decider(&context, &pools, &BusyThreshold::default());
         let plan = self
             .load
             .read(|view| decider.decide(view, &mut *self.rng.lock()))
@@ -234,6 +219,23 @@ impl Router {
         Ok(self
             .route_builder(&context)
             .build(&plan, &pools.availability))
+    }
+
+    pub(super) fn decider<'a, 'f>(
+        &'a self,
+        context: &'a RoutingContext,
+        pools: &'a PhasePools<'f>,
+        threshold: &BusyThreshold,
+    ) -> PhaseDecider<'a, 'f> {
+        PhaseDecider {
+            context,
+            pools,
+            threshold: *threshold,
+            in_flight: None,
+            engine_loads: self.load.engine_loads().view(self.load.now()),
+            cached_blocks: self.lookup.cached_block_counts(),
+            recomputed_share: self.recomputation.recomputed_share(pools.decode.model()),
+        }
     }
 
     /// Returns the current fleet, after refreshing the overlaps if they belong to an older one.

@@ -8,7 +8,6 @@ mod explanation;
 mod summary;
 
 use super::context::RoutingContext;
-use super::phase_decider::PhaseDecider;
 use super::phase_plan::DecideError;
 use super::pools::{self, PhasePools};
 use super::request::RouteRequest;
@@ -110,23 +109,12 @@ impl Router {
             &context.settings,
             availability.clone(),
         );
-        let engine_loads = self.load.engine_loads().view(view.now());
-        let cached_blocks = self.lookup.cached_block_counts();
         let decide = |threshold: &BusyThreshold| {
             let pools = pools
                 .as_ref()
                 .map_err(|error| DecideError::NoRoute(*error))?;
-            let decider = PhaseDecider {
-                context,
-                pools,
-                settings: &context.settings,
-                threshold,
-                in_flight: None,
-                engine_loads: &engine_loads,
-                cached_blocks: &cached_blocks,
-                recomputed_share: self.recomputation.recomputed_share(pools.decode.model()),
-            };
-            decider.decide(view, &mut self.rng.lock().clone())
+            self.decider(context, pools, threshold)
+                .decide(view, &mut self.rng.lock().clone())
         };
         let decided = decide(threshold);
         let is_busy = matches!(decided, Err(DecideError::Busy));

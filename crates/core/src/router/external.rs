@@ -1,8 +1,10 @@
 //! API for callers that route themselves: estimates for every worker rank, and bookings of requests
 //! that were routed elsewhere. They use the same computations as a decision of this router.
 
+use std::sync::Arc;
+
 use super::context::RoutingContext;
-use super::pools::serving;
+use super::pools::{CandidatePool, FleetAvailability, PhasePools, serving};
 use super::predictions::RequestPredictions;
 use super::request::RouteRequest;
 use super::route::RouteError;
@@ -12,8 +14,9 @@ use crate::block::tracking::random_sequences;
 use crate::fleet::FleetMember;
 use crate::health::{HealthTransition, RequestOutcome, TrackedRequest};
 use crate::index::TierBlocks;
-use crate::load::{ActiveLoad, AdditionalBlocks, BookingEnd, LoadBooking, PromptSequences};
-use crate::policy::{Candidate, Cost, PolicyInput, PolicySettings, costs, taint_preference};
+use crate::load::{ActiveLoad, BookingEnd, LoadBooking, PromptSequences};
+use crate::policy::{Candidate, Cost, PolicyInput, costs};
+use crate::queue::BusyThreshold;
 use crate::worker::{WorkerRank, WorkerRole};
 
 /// Estimate for one worker rank and one prompt.
@@ -64,84 +67,24 @@ impl Router {
         let fleet = self.current_fleet(&mut context);
         let mut members = serving(&fleet, &context.request)?;
         members.sort_by_key(|member| member.rank);
-        let settings = &context.settings;
-        let tracks_blocks = settings.tracking.active_blocks;
-        let prompt_tokens = context.request.prompt.tokens();
-        let input = PolicyInput {
-            track_prefill: context.track_prefill,
-            tracked_blocks: if tracks_blocks {
-                context.blocks.complete
-            } else {
-                0
-            },
-            shared: context.request.shared.ranges().to_vec(),
-            ..PolicyInput::new(prompt_tokens, members[0].worker.block_size)
+        let pools = PhasePools {
+            decode: Arc::new(CandidatePool {
+                constraints: context.request.constraints.clone(),
+                members,
+            }),
+            prefill: None,
+            has_prefill_workers: false,
+            availability: FleetAvailability::default(),
         };
-        let model = &members[0].worker.model;
-        let policy = context.policy_of(model);
-        let estimate = self.load.read(|view| view.estimate(model));
-        let input = PolicyInput {
-            output_tokens: context.request.output_tokens(&estimate),
-            estimate,
-            recomputed_share: self.recomputation.recomputed_share(model),
-            ..input
-        };
-        let candidates = self.estimate_candidates(&context, &members, &policy);
-        let costs = costs(&input, &candidates, &policy);
-        let estimates = members.iter().zip(&candidates).zip(costs);
+        let decider = self.decider(&context, &pools, &BusyThreshold::default());
+        let (input, set) = self.load.read(|view| decider.candidates_for_both(view));
+        let costs = costs(&input, &set.candidates, &set.policy);
+        let estimates = set.members.iter().zip(&set.candidates).zip(costs);
         Ok(estimates
             .map(|((member, candidate), cost)| {
                 worker_estimate(&context, &input, member, candidate, cost)
             })
             .collect())
-    }
-
-    /// Returns all members as candidates.
-    fn estimate_candidates(
-        &self,
-        context: &RoutingContext,
-        members: &[&FleetMember],
-        policy: &PolicySettings,
-    ) -> Vec<Candidate> {
-        let tracks_blocks = context.settings.tracking.active_blocks;
-        let needs_timing = policy.routing.needs_timing();
-        let engine_loads = self.load.engine_loads().view(self.load.now());
-        let cached_blocks = self.lookup.cached_block_counts();
-        self.load.read(|view| {
-            let additional = if tracks_blocks {
-                context.blocks.additional(view, context.assume_kv_reuse)
-            } else {
-                AdditionalBlocks::default()
-            };
-            let candidate = |member: &&FleetMember| {
-                let (overlap, freshness_credit) = context.overlap_and_credit(member);
-                let load = view.load(member.slot, member.rank).unwrap_or_default();
-                let cache = cached_blocks.of_rank(member, load, needs_timing);
-                Candidate {
-                    overlap,
-                    freshness_credit,
-                    running_blocks: additional.held_by(member.slot),
-                    load: ActiveLoad {
-                        active_requests: load.active_requests
-                            + engine_loads.unbooked_requests(member.slot),
-                        ..load
-                    },
-                    timing: view
-                        .timing(member.slot, member.rank)
-                        .filter(|_| needs_timing)
-                        .unwrap_or_default(),
-                    total_blocks: cache.total,
-                    free_blocks: cache.free,
-                    eviction_value: cache.eviction_value,
-                    additional_blocks: additional.for_slot(member.slot),
-                    taint_preference: taint_preference(
-                        &context.request.constraints,
-                        &member.worker,
-                    ),
-                }
-            };
-            members.iter().map(candidate).collect()
-        })
     }
 
     /// Prepares the booking of a request that was routed to `rank` externally. Returns `None` if

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use arc_swap::Guard;
 use rand::Rng;
 
 use super::cache_lookup::CachedBlockCounts;
@@ -15,7 +16,6 @@ use super::phase_plan::{BookedPhases, CachedTokenStats, DecideError, PhaseChoice
 use super::pools::{CandidatePool, PhasePools};
 use super::request::{DecodeCapability, PhaseSelection};
 use super::route::RouteError;
-use super::settings::RouterSettings;
 use crate::fleet::FleetMember;
 use crate::index::TierBlocks;
 use crate::load::{
@@ -36,13 +36,12 @@ pub type InFlightEstimates = HashMap<(ModelName, BookingEnd), InFlightEstimate>;
 pub(super) struct PhaseDecider<'a, 'f> {
     pub(super) context: &'a RoutingContext,
     pub(super) pools: &'a PhasePools<'f>,
-    pub(super) settings: &'a RouterSettings,
-    pub(super) threshold: &'a BusyThreshold,
+    pub(super) threshold: BusyThreshold,
     /// Estimated load of requests that other replicas have not reported yet.
-    pub(super) in_flight: Option<&'a InFlightEstimates>,
+    pub(super) in_flight: Option<Guard<Arc<InFlightEstimates>>>,
     /// Load that the engines report.
-    pub(super) engine_loads: &'a EngineLoadView,
-    pub(super) cached_blocks: &'a CachedBlockCounts<'a>,
+    pub(super) engine_loads: EngineLoadView,
+    pub(super) cached_blocks: CachedBlockCounts<'a>,
     /// Share of evicted prompt tokens that are computed again, estimated for the model.
     pub(super) recomputed_share: f64,
 }
@@ -56,12 +55,12 @@ enum PhaseScope {
 }
 
 /// Pool of one phase, with the load of each member in the same order.
-struct CandidateSet<'f> {
+pub(super) struct CandidateSet<'f> {
     pool: Arc<CandidatePool<'f>>,
-    policy: PolicySettings,
+    pub(super) policy: PolicySettings,
     estimate: LatencyEstimate,
-    members: Vec<&'f FleetMember>,
-    candidates: Vec<Candidate>,
+    pub(super) members: Vec<&'f FleetMember>,
+    pub(super) candidates: Vec<Candidate>,
     cached: CachedTokenStats,
 }
 
@@ -83,7 +82,7 @@ impl<'f> PhaseDecider<'_, 'f> {
         let prefill = self.choose(prefill, PhaseScope::Prefill, rng)?;
         let Some(pool) = self.decode_pool_for(&prefill.member().worker) else {
             // No decode worker is in reach of the prefill worker.
-            if self.settings.disaggregation.enforce || self.is_decode_only() {
+            if self.context.settings.disaggregation.enforce || self.is_decode_only() {
                 return Err(DecideError::NoRoute(RouteError::NoPrefill));
             }
             let plan = self.decide_single(view, rng)?;
@@ -139,11 +138,11 @@ impl<'f> PhaseDecider<'_, 'f> {
     }
 
     fn compares_costs(&self) -> bool {
-        self.settings.disaggregation.compares_costs() && self.pools.prefill.is_some()
+        self.context.settings.disaggregation.compares_costs() && self.pools.prefill.is_some()
     }
 
     fn conditional_prefill(&self) -> Option<&ConditionalPrefillConfig> {
-        self.settings.disaggregation.conditional.as_ref()
+        self.context.settings.disaggregation.conditional.as_ref()
     }
 
     /// Decides for a single worker: for both phases, or for the decode after a completed prefill.
@@ -212,7 +211,17 @@ impl<'f> PhaseDecider<'_, 'f> {
     }
 
     fn tracks_blocks(&self, phase: PhaseScope) -> bool {
-        phase != PhaseScope::Prefill && self.settings.tracking.active_blocks
+        phase != PhaseScope::Prefill && self.context.settings.tracking.active_blocks
+    }
+
+    /// Returns the decode pool as candidates for both phases, with the input of the policy.
+    pub(super) fn candidates_for_both(
+        &self,
+        view: &LoadView<'_>,
+    ) -> (PolicyInput, CandidateSet<'f>) {
+        let set = self.candidates(view, self.pools.decode.clone(), PhaseScope::Both);
+        let input = self.policy_input(&set.pool, PhaseScope::Both, set.estimate);
+        (input, set)
     }
 
     fn candidates(
@@ -344,7 +353,8 @@ impl<'f> PhaseDecider<'_, 'f> {
         pool: &CandidatePool<'_>,
         phase: PhaseScope,
     ) -> Option<&InFlightEstimate> {
-        let estimates = self.in_flight.filter(|estimates| !estimates.is_empty())?;
+        let estimates = self.in_flight.as_ref();
+        let estimates = estimates.filter(|estimates| !estimates.is_empty())?;
         let end = if phase == PhaseScope::Prefill {
             BookingEnd::FirstToken
         } else {

@@ -74,7 +74,7 @@ impl PredictorSet {
         };
         for predictor in self
             .predictors_of(member)
-            .filter(|predictor| !predictor.stats().ranks.iter().any(is_time_based))
+            .filter(|predictor| !predictor.stats().iter().any(is_time_based))
         {
             predictor.open(
                 member.slot,
@@ -97,7 +97,7 @@ impl PredictorSet {
 
     /// Returns the predictions, rank by rank.
     pub fn stats(&self) -> impl Iterator<Item = RankPrediction> {
-        self.all().flat_map(|predictor| predictor.stats().ranks)
+        self.all().flat_map(|predictor| predictor.stats())
     }
 
     /// Raises the overlaps of a prompt to the predicted ones. `buffer` is scratch space.

@@ -1,10 +1,12 @@
 //! Degradation reasons, as metrics, logs and pages show them.
 
 use serde::Serialize;
+use strum::{IntoStaticStr, VariantArray};
 
 /// Reason why a request was not routed in exact mode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, IntoStaticStr, VariantArray)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum Reason {
     /// The request has no body.
     NoBody,
@@ -77,79 +79,10 @@ pub enum Reason {
 
 impl Reason {
     /// All reasons.
-    pub const ALL: [Self; 32] = [
-        Self::NoBody,
-        Self::NotInference,
-        Self::BodyNotSent,
-        Self::BodyTruncated,
-        Self::BodyStreamed,
-        Self::BodyTooLarge,
-        Self::Unparseable,
-        Self::UnknownModel,
-        Self::NoTokenizer,
-        Self::NoChatTemplate,
-        Self::EncodeFailed,
-        Self::RemoteTokenizerFailed,
-        Self::Multimodal,
-        Self::PromptTooLong,
-        Self::TooManyPrompts,
-        Self::UnknownPrompt,
-        Self::EngineSideState,
-        Self::TokenizerBusy,
-        Self::DecisionTimeout,
-        Self::IndexCold,
-        Self::IndexUnreachable,
-        Self::BlockSizeMismatch,
-        Self::NoWorkers,
-        Self::NoCandidate,
-        Self::InvalidPin,
-        Self::Overloaded,
-        Self::ConstraintsUnsatisfied,
-        Self::NoPrefill,
-        Self::ParityMismatch,
-        Self::QueueFull,
-        Self::QueueTimeout,
-        Self::RouterError,
-    ];
+    pub const ALL: &'static [Self] = Self::VARIANTS;
 
     /// Returns the name in metrics and logs.
     pub fn as_str(self) -> &'static str {
-        match self {
-            Reason::NoBody => "no_body",
-            Reason::NotInference => "not_inference",
-            Reason::BodyNotSent => "body_not_sent",
-            Reason::BodyTruncated => "body_truncated",
-            Reason::BodyStreamed => "body_streamed",
-            Reason::BodyTooLarge => "body_too_large",
-            Reason::Unparseable => "unparseable",
-            Reason::UnknownModel => "unknown_model",
-            Reason::NoTokenizer => "no_tokenizer",
-            Reason::NoChatTemplate => "no_chat_template",
-            Reason::EncodeFailed => "encode_failed",
-            Reason::RemoteTokenizerFailed => "remote_tokenizer_failed",
-            Reason::Multimodal => "multimodal",
-            Reason::PromptTooLong => "prompt_too_long",
-            Reason::TooManyPrompts => "too_many_prompts",
-            Reason::UnknownPrompt => "unknown_prompt",
-            Reason::EngineSideState => "engine_side_state",
-            Reason::TokenizerBusy => "tokenizer_busy",
-            Reason::DecisionTimeout => "decision_timeout",
-            Reason::IndexCold => "index_cold",
-            Reason::IndexUnreachable => "index_unreachable",
-            Reason::BlockSizeMismatch => "block_size_mismatch",
-            Reason::NoWorkers => "no_workers",
-            Reason::NoCandidate => "no_candidate",
-            Reason::InvalidPin => "invalid_pin",
-            Reason::Overloaded => "overloaded",
-            Reason::ConstraintsUnsatisfied => "constraints_unsatisfied",
-            Reason::NoPrefill => "no_prefill",
-            Reason::ParityMismatch => "parity_mismatch",
-            Reason::QueueFull => "queue_full",
-            Reason::QueueTimeout => "queue_timeout",
-            Reason::RouterError => "router_error",
-        }
+        self.into()
     }
 }
-
-/// Fails to compile if `ALL` lacks a reason, as long as the last variant stays last.
-const _: () = assert!(Reason::ALL.len() == Reason::RouterError as usize + 1);

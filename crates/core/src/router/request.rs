@@ -54,6 +54,12 @@ impl RoutePrompt {
         }
     }
 
+    /// Returns the number of complete known blocks over all prompts.
+    pub fn block_count(&self) -> u64 {
+        let prompts = self.blocks().iter();
+        prompts.map(|hashes| hashes.len() as u64).sum()
+    }
+
     /// Returns the reason why part of the prompt is unknown.
     pub fn reason(&self) -> Option<Reason> {
         match self {

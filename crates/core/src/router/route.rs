@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use serde::Serialize;
+use strum::IntoStaticStr;
 
 use super::reason::Reason;
 use crate::fleet::FleetMember;
@@ -12,8 +13,9 @@ use crate::policy::{Choice, Constraints, CostTerm, EligibilityError, LocalPrefil
 use crate::worker::{BlockSize, EndpointKind, ModelName, WorkerEndpoint, WorkerRank};
 
 /// Routing mode, from the most to the least precise.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, IntoStaticStr)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum Mode {
     /// Chosen by the blocks that the engine will see and the engines' events.
     Exact,
@@ -30,13 +32,7 @@ pub enum Mode {
 impl Mode {
     /// Returns the name in the response header and in metrics.
     pub fn as_str(self) -> &'static str {
-        match self {
-            Mode::Exact => "exact",
-            Mode::Partial => "partial",
-            Mode::Approximate => "approximate",
-            Mode::LoadOnly => "load_only",
-            Mode::Passthrough => "passthrough",
-        }
+        self.into()
     }
 }
 

@@ -51,13 +51,7 @@ impl RouteBuilder<'_> {
             block_size: decode.input.block_size,
             expected_output_tokens: context.request.expected_output_tokens,
             prompt_tokens: decode.input.prompt_tokens,
-            prompt_blocks: context
-                .request
-                .prompt
-                .blocks()
-                .iter()
-                .map(|hashes| hashes.len() as u64)
-                .sum(),
+            prompt_blocks: context.request.prompt.block_count(),
             overlap: context.overlap(member),
             freshness: context.source_status(member).freshness,
             predicted_cached_tokens: context.cached_tokens(member, true),

@@ -24,6 +24,7 @@ use super::*;
 use crate::block::{BlockHashes, LocalHash};
 use crate::index::PrefixIndex;
 use crate::load::LoadTracker;
+use crate::predict::Predictor;
 use crate::queue::{BusyThreshold, PlaceOutcome};
 use crate::worker::{
     BlockSize, RankRange, Worker, WorkerCapacity, WorkerEndpoint, WorkerId, WorkerRank, WorkerRole,
@@ -71,6 +72,19 @@ fn clocked(
     let load = LoadTracker::new(move || clock.now());
     let router = Router::new(PrefixIndex::new(), load, settings, 1);
     router.set_workers(workers);
+    router
+}
+
+/// Adds a predictor for all workers, which publish no events.
+fn with_predictor(router: Router, predictor: Arc<Predictor>) -> Router {
+    let router = router.with_predictors(PredictorSet {
+        without_events: Some(predictor),
+        ..PredictorSet::default()
+    });
+    let fleet = router.fleet();
+    fleet
+        .members()
+        .for_each(|member| router.predictors().open_rank(member));
     router
 }
 

@@ -33,7 +33,7 @@ impl SessionStore {
                 session,
                 target,
                 version,
-            } => table.apply_binding(session, RemoteBinding { target, version }, kind, now),
+            } => table.apply_binding(&session, RemoteBinding { target, version }, kind, now),
             SessionUpdate::Ended { session, version } => table.apply_end(&session, version),
         });
     }
@@ -59,6 +59,20 @@ pub(super) struct RemoteBinding {
     version: BindingVersion,
 }
 
+impl SessionUpdate {
+    /// Returns the binding of a session, if it is bound.
+    fn of_session((key, session): (&Arc<SessionKey>, &SessionRecord)) -> Option<Self> {
+        let BindingState::Bound(target) = session.binding else {
+            return None;
+        };
+        Some(SessionUpdate::Bound {
+            session: key.clone(),
+            target,
+            version: session.version,
+        })
+    }
+}
+
 impl SessionTable {
     pub(super) fn enable_updates(&mut self, own: u64) {
         self.own_router = own;
@@ -79,15 +93,8 @@ impl SessionTable {
     }
 
     pub(super) fn snapshot_updates(&self) -> Vec<SessionUpdate> {
-        let bound = |(key, session): (&Arc<SessionKey>, &SessionRecord)| match session.binding {
-            BindingState::Bound(target) => Some(SessionUpdate::Bound {
-                session: key.clone(),
-                target,
-                version: session.version,
-            }),
-            BindingState::Unbound | BindingState::Deciding(_) => None,
-        };
-        self.sessions.iter().filter_map(bound).collect()
+        let sessions = self.sessions.iter();
+        sessions.filter_map(SessionUpdate::of_session).collect()
     }
 
     /// Announces that a session is in use, unless it was announced recently.
@@ -96,30 +103,17 @@ impl SessionTable {
         let Some(session) = self.sessions.get_mut(key) else {
             return;
         };
-        let BindingState::Bound(target) = session.binding else {
-            return;
-        };
         if session
             .announced_at
             .is_none_or(|announced| now.saturating_duration_since(announced) >= interval)
         {
             session.announced_at = Some(now);
-            let version = session.version;
-            self.push_update(SessionUpdate::Bound {
-                session: key.clone(),
-                target,
-                version,
-            });
+            self.announce_binding(key);
         }
     }
 
     /// Gives a new binding of this replica the next version and announces it.
-    pub(super) fn record_binding(
-        &mut self,
-        key: &Arc<SessionKey>,
-        target: WorkerRank,
-        now: Instant,
-    ) {
+    pub(super) fn record_binding(&mut self, key: &Arc<SessionKey>, now: Instant) {
         let router = self.own_router;
         let Some(session) = self.sessions.get_mut(key) else {
             return;
@@ -129,12 +123,14 @@ impl SessionTable {
             router,
         };
         session.announced_at = Some(now);
-        let version = session.version;
-        self.push_update(SessionUpdate::Bound {
-            session: key.clone(),
-            target,
-            version,
-        });
+        self.announce_binding(key);
+    }
+
+    fn announce_binding(&mut self, key: &Arc<SessionKey>) {
+        let binding = self.sessions.get_key_value(key);
+        if let Some(update) = binding.and_then(SessionUpdate::of_session) {
+            self.push_update(update);
+        }
     }
 
     pub(super) fn announce_end(&mut self, key: &Arc<SessionKey>) {
@@ -150,7 +146,7 @@ impl SessionTable {
     /// Applies the binding of another replica.
     pub(super) fn apply_binding(
         &mut self,
-        key: Arc<SessionKey>,
+        key: &Arc<SessionKey>,
         remote: RemoteBinding,
         kind: UpdateKind,
         now: Instant,
@@ -158,20 +154,12 @@ impl SessionTable {
         self.expire(now);
         let own = self.own_router;
         let RemoteBinding { target, version } = remote;
-        let Some(session) = self.sessions.get_mut(&key) else {
-            return self.insert_remote(&key, remote, now);
+        let Some(session) = self.sessions.get_mut(key) else {
+            return self.insert_remote(key, remote, now);
         };
         if session.version > version {
             // The sender does not know the newer binding yet.
-            if let BindingState::Bound(target) = session.binding {
-                let version = session.version;
-                self.push_update(SessionUpdate::Bound {
-                    session: key,
-                    target,
-                    version,
-                });
-            }
-            return;
+            return self.announce_binding(key);
         }
         if session.version == version && !matches!(session.binding, BindingState::Bound(_)) {
             // This replica has unbound the session since, which the sender does not know.
@@ -201,9 +189,9 @@ impl SessionTable {
             self.tenants.set_idle((now, number), key.clone());
         }
         match left {
-            Some(left) if left != target => self.push_move(SessionMove::Unbound, &key, left),
+            Some(left) if left != target => self.push_move(SessionMove::Unbound, key, left),
             Some(_) if version.router != own => {
-                self.push_move(SessionMove::HandedOver, &key, target);
+                self.push_move(SessionMove::HandedOver, key, target);
             }
             _ => {}
         }
@@ -239,7 +227,7 @@ impl SessionTable {
                 .filter(|session| session.version == *version)
                 .map(|session| session.binding);
             if let Some(BindingState::Bound(target)) = binding {
-                self.record_binding(key, target, now);
+                self.record_binding(key, now);
                 self.push_move(SessionMove::TakenOver, key, target);
             }
         }
@@ -266,7 +254,7 @@ impl SessionTable {
         self.tenants.set_idle((now, number), key.clone());
         if version.router == self.own_router && self.records_moves() {
             // This replica made the binding and removed the session while others used it.
-            self.record_binding(key, target, now);
+            self.record_binding(key, now);
             self.push_move(SessionMove::Bound, key, target);
         }
     }

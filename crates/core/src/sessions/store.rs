@@ -95,9 +95,8 @@ pub struct PendingBinding {
 #[derive(Debug)]
 #[must_use = "waiting does nothing unless it is polled"]
 pub struct BindingWait {
-    sessions: Arc<SessionStore>,
-    key: Arc<SessionKey>,
-    number: u64,
+    /// The number is that of the waiter.
+    handle: SessionHandle,
 }
 
 impl SessionStore {
@@ -198,28 +197,22 @@ impl SessionStore {
     }
 
     fn entry(self: &Arc<Self>, key: Arc<SessionKey>, step: EnterStep, waiter: u64) -> SessionEntry {
-        let sessions = self.clone();
+        let handle = |number| SessionHandle {
+            sessions: self.clone(),
+            key,
+            number,
+        };
         match step {
             EnterStep::Bound { number, target } => SessionEntry::Bound(SessionLease {
-                handle: SessionHandle {
-                    sessions,
-                    key,
-                    number,
-                },
+                handle: handle(number),
                 target,
             }),
             EnterStep::Decide { number } => SessionEntry::First(PendingBinding {
-                handle: SessionHandle {
-                    sessions,
-                    key,
-                    number,
-                },
+                handle: handle(number),
                 decided: false,
             }),
             EnterStep::Wait => SessionEntry::Deciding(BindingWait {
-                sessions,
-                key,
-                number: waiter,
+                handle: handle(waiter),
             }),
         }
     }
@@ -300,21 +293,23 @@ impl Future for BindingWait {
     type Output = Result<SessionEntry, SessionError>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let now = (self.sessions.clock)();
+        let now = (self.handle.sessions.clock)();
         // The previous waker is dropped after the lock is released, because its drop may call the
         // store.
-        let (step, _previous) = self
-            .sessions
-            .change(|table| match table.enter(&self.key, now) {
-                Ok(EnterStep::Wait) => (
-                    Ok(EnterStep::Wait),
-                    table.set_waker(&self.key, self.number, context.waker()),
-                ),
-                step => (step, None),
-            });
+        let (step, _previous) = self.handle.change(|table, key, waiter| {
+            let step = table.enter(key, now);
+            let previous = match step {
+                Ok(EnterStep::Wait) => table.set_waker(key, waiter, context.waker()),
+                _ => None,
+            };
+            (step, previous)
+        });
         match step {
             Ok(EnterStep::Wait) => Poll::Pending,
-            Ok(step) => Poll::Ready(Ok(self.sessions.entry(self.key.clone(), step, 0))),
+            Ok(step) => {
+                let SessionHandle { sessions, key, .. } = &self.handle;
+                Poll::Ready(Ok(sessions.entry(key.clone(), step, 0)))
+            }
             Err(error) => Poll::Ready(Err(error)),
         }
     }
@@ -323,11 +318,12 @@ impl Future for BindingWait {
 impl Drop for BindingWait {
     fn drop(&mut self) {
         // The waker is dropped after the lock is released, because its drop may call the store.
-        let waker = self
-            .sessions
-            .table
-            .lock()
-            .remove_waiter(&self.key, self.number);
+        let SessionHandle {
+            sessions,
+            key,
+            number,
+        } = &self.handle;
+        let waker = sessions.table.lock().remove_waiter(key, *number);
         drop(waker);
     }
 }

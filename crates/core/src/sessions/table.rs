@@ -177,7 +177,7 @@ impl SessionTable {
         session.running += 1;
         let waiters = session.wakers();
         self.running += 1;
-        self.record_binding(key, target, now);
+        self.record_binding(key, now);
         self.push_move(SessionMove::Bound, key, target);
         waiters
     }
@@ -255,7 +255,7 @@ impl SessionTable {
                 {
                     self.push_move(SessionMove::Unbound, key, left);
                 }
-                self.record_binding(key, target, now);
+                self.record_binding(key, now);
                 self.push_move(SessionMove::Bound, key, target);
             }
         }

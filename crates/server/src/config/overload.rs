@@ -5,6 +5,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::policy::OverloadThresholds;
+use warmroute_core::queue::BusyThreshold;
 use warmroute_core::router::OverloadAction;
 use warmroute_settings::{DurationSetting, Problem};
 
@@ -28,14 +29,13 @@ impl Default for OverloadConfig {
     fn default() -> Self {
         let OverloadThresholds {
             decode_blocks,
-            prefill_tokens,
-            prefill_tokens_fraction,
+            prefill,
             mark_duration: backoff,
         } = OverloadThresholds::default();
         Self {
             decode_blocks_threshold: decode_blocks,
-            prefill_tokens_threshold: prefill_tokens,
-            prefill_tokens_threshold_frac: prefill_tokens_fraction,
+            prefill_tokens_threshold: prefill.prefill_tokens,
+            prefill_tokens_threshold_frac: prefill.prefill_fraction,
             backoff: DurationSetting(backoff),
             when_all: OverloadAction::Route,
         }
@@ -47,8 +47,10 @@ impl OverloadConfig {
     pub fn thresholds(&self) -> OverloadThresholds {
         OverloadThresholds {
             decode_blocks: self.decode_blocks_threshold,
-            prefill_tokens: self.prefill_tokens_threshold,
-            prefill_tokens_fraction: self.prefill_tokens_threshold_frac,
+            prefill: BusyThreshold {
+                prefill_tokens: self.prefill_tokens_threshold,
+                prefill_fraction: self.prefill_tokens_threshold_frac,
+            },
             mark_duration: self.backoff.get(),
         }
     }

@@ -184,8 +184,9 @@ impl<'de> Visitor<'de> for PolicyVisitor {
 }
 
 fn parse_name<E: de::Error>(name: &str) -> Result<PolicyName, E> {
-    PolicyName::parse(name).ok_or_else(|| {
-        let names = PolicyName::ALL.map(PolicyName::as_str).join(", ");
+    name.parse().map_err(|_| {
+        let names: Vec<_> = PolicyName::ALL.iter().map(|name| name.as_str()).collect();
+        let names = names.join(", ");
         E::custom(format!("unknown policy `{name}`; use one of {names}"))
     })
 }

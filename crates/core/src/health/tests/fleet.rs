@@ -182,7 +182,7 @@ fn failing_rank_gets_less_than_fair_share() {
 
 #[test]
 fn fleet_that_only_fails_keeps_serving() {
-    for outcome in RequestOutcome::FAILURES {
+    for outcome in failures() {
         let mut fleet = SimulatedFleet::new(vec![RankBehavior::Fails(outcome); 4]);
         fleet.run(seconds(20));
         let start = fleet.fixture.now;
@@ -203,9 +203,8 @@ fn fleet_that_only_fails_keeps_serving() {
 
 fn any_behavior() -> impl Strategy<Value = RankBehavior> {
     // Only clients cancel.
-    let mut failures = RequestOutcome::FAILURES.to_vec();
-    failures.retain(|outcome| *outcome != RequestOutcome::Cancelled);
-    let failures = proptest::sample::select(failures);
+    let failures = failures().filter(|outcome| *outcome != RequestOutcome::Cancelled);
+    let failures = proptest::sample::select(failures.collect::<Vec<_>>());
     prop_oneof![
         Just(RankBehavior::Delivers),
         failures.prop_map(RankBehavior::Fails),

@@ -48,8 +48,7 @@ fn prompt_that_fails_elsewhere_readmits_rank() {
 #[test]
 fn failed_prompt_avoids_its_rank() {
     // A worker that reports overload is avoided for a while by all requests.
-    let failures = RequestOutcome::FAILURES.into_iter();
-    for outcome in failures.filter(|outcome| *outcome != RequestOutcome::Overloaded) {
+    for outcome in failures().filter(|outcome| *outcome != RequestOutcome::Overloaded) {
         let fixture = Fixture::new(3);
         fixture.report_prompt(1, outcome, &[1, 2]);
         let suspect = [(rank(1), HealthState::Suspect)];

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::block::{EngineHash, LocalHash, StorageTier};
 use crate::index::event::GroupNeed;
+use crate::index::layers::LayerSet;
 use crate::index::position::EventPosition;
 use crate::index::salts::{SaltRef, SaltRow, SaltTableDump};
 use crate::worker::WorkerRank;
@@ -64,7 +65,7 @@ pub(in crate::index) struct OrphanRow {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::index) struct CopyCounts {
     pub(in crate::index) counts: [u32; 4],
-    pub(in crate::index) stale: [bool; 4],
+    pub(in crate::index) stale: LayerSet,
 }
 
 /// Share of a block that a cache group holds.
@@ -86,13 +87,9 @@ impl CopyCounts {
             .filter(|(_, count)| *count > 0)
     }
 
-    pub(in crate::index) fn has(self, tier: StorageTier) -> bool {
-        self.counts[tier as usize] > 0
-    }
-
-    fn has_stale_tier_without_copies(self) -> bool {
-        let mut tiers = self.counts.into_iter().zip(self.stale);
-        tiers.any(|(count, is_stale)| is_stale && count == 0)
+    fn tiers(self) -> LayerSet {
+        let tiers = self.held().map(|(tier, _)| tier);
+        tiers.fold(LayerSet::NONE, LayerSet::with)
     }
 }
 
@@ -104,9 +101,7 @@ impl RankDump {
             .iter()
             .map(|row| &row.copies)
             .chain(self.orphans.iter().map(|row| &row.copies));
-        copies
-            .into_iter()
-            .any(|copies| copies.stale.contains(&true))
+        copies.into_iter().any(|copies| !copies.stale.is_empty())
             || self.shares.iter().any(|share| share.is_stale)
     }
 
@@ -139,19 +134,17 @@ impl RankDump {
         let mut seen = HashSet::with_capacity(self.hashes.len() + self.orphans.len());
         let is_distinct = named.clone().all(|(engine, _)| seen.insert(engine));
         require(is_distinct, "an engine hash occurs twice")?;
-        let has_copies = named.clone().all(|(_, copies)| copies.held().count() > 0);
+        let has_copies = named.clone().all(|(_, copies)| !copies.tiers().is_empty());
         require(has_copies, "an engine hash has no copy")?;
-        let has_stale_tier_without_copies = named
-            .into_iter()
-            .any(|(_, copies)| copies.has_stale_tier_without_copies());
+        let mut stale = named.map(|(_, copies)| copies.stale.difference(copies.tiers()));
         require(
-            !has_stale_tier_without_copies,
+            stale.all(LayerSet::is_empty),
             "a tier without copies is marked stale",
         )?;
         let has_device_orphan = self
             .orphans
             .iter()
-            .any(|row| row.copies.has(StorageTier::Device));
+            .any(|row| row.copies.tiers().has(StorageTier::Device));
         require(!has_device_orphan, "an orphan is stored on the device")
     }
 

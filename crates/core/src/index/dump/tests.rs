@@ -3,6 +3,7 @@ use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::block::{EngineHash, LocalHash, StorageTier};
+use crate::index::layers::LayerSet;
 use crate::index::salts::{SaltRef, SaltRow};
 use crate::index::{GroupNeed, KvEvent, PrefixIndex, RankWriter, StoredBlock};
 use crate::worker::{DpRank, RankSlot, WorkerId, WorkerRank};
@@ -132,11 +133,11 @@ fn replayed_dump_restores_all_but_staleness() {
     confirmed
         .hashes
         .iter_mut()
-        .for_each(|row| row.copies.stale = [false; 4]);
+        .for_each(|row| row.copies.stale = LayerSet::NONE);
     confirmed
         .orphans
         .iter_mut()
-        .for_each(|row| row.copies.stale = [false; 4]);
+        .for_each(|row| row.copies.stale = LayerSet::NONE);
     confirmed
         .shares
         .iter_mut()
@@ -155,7 +156,7 @@ fn foreign_file_or_version_is_an_error() {
     for version in [VERSION - 1, VERSION + 1] {
         other[8] = version as u8;
         let error = read(&other).unwrap_err().to_string();
-        let expected = format!("the dump has format version {version}, but only version 3");
+        let expected = format!("the dump has format version {version}, but only version 4");
         assert!(error.starts_with(&expected), "{error}");
     }
     assert!(matches!(
@@ -186,7 +187,7 @@ fn inconsistent_records_are_rejected() {
         engine: EngineHash(engine),
         salt: SaltRef::Named(0),
         copies: [1; 4],
-        stale: [false; 4],
+        stale: LayerSet::NONE,
     };
     valid.salts.names.push("tenant".into());
     valid.salts.rows = vec![row(1), row(2)];
@@ -214,7 +215,7 @@ fn inconsistent_records_are_rejected() {
             dump.hashes[0].copies = CopyCounts::default()
         }),
         ("a tier without copies is marked stale", |dump| {
-            dump.hashes[0].copies.stale[3] = true
+            dump.hashes[0].copies.stale = LayerSet::of(StorageTier::External)
         }),
         ("an orphan is stored on the device", |dump| {
             dump.orphans[0].copies.counts[0] = 1

@@ -115,20 +115,10 @@ impl RankWriter {
     }
 
     fn purge_tier(&mut self, tier: StorageTier, purged: &mut PurgedBlocks) {
-        let stale_blocks = self.shared.stale.lock();
-        let Some(before) = stale_blocks.horizon(tier) else {
+        let Some(before) = self.shared.stale.lock().horizon(tier) else {
             return;
         };
-        let is_old = |mapped: &MappedBlock| {
-            mapped.layers.has(tier) && stale_blocks.is_unconfirmed(mapped.location, tier)
-        };
-        let mut old: Vec<_> = self
-            .blocks
-            .iter()
-            .filter(|(_, mapped)| is_old(mapped))
-            .map(|(engine, _)| engine)
-            .collect();
-        drop(stale_blocks);
+        let mut old = self.unconfirmed_hashes(tier.into());
         let waiting = self
             .orphans
             .iter()
@@ -146,22 +136,24 @@ impl RankWriter {
             .extend(old.into_iter().map(|engine| (engine, tier)));
     }
 
-    /// Purges the shares of the cache groups with one reuse rule.
-    fn purge_shares(&mut self, layer: BlockLayer) {
-        let (Some(groups), Some(rule)) = (&mut self.groups, layer.rule_number()) else {
-            return;
-        };
+    /// Returns the hashes whose blocks are not confirmed in a layer.
+    fn unconfirmed_hashes(&self, layer: BlockLayer) -> Vec<EngineHash> {
         let stale_blocks = self.shared.stale.lock();
         let is_old = |mapped: &MappedBlock| {
             mapped.layers.has(layer) && stale_blocks.is_unconfirmed(mapped.location, layer)
         };
-        let old: Vec<_> = self
-            .blocks
-            .iter()
-            .filter(|(_, mapped)| is_old(mapped))
-            .map(|(engine, _)| engine)
-            .collect();
-        drop(stale_blocks);
+        let blocks = self.blocks.iter();
+        blocks
+            .filter_map(|(engine, mapped)| is_old(&mapped).then_some(engine))
+            .collect()
+    }
+
+    /// Purges the shares of the cache groups with one reuse rule.
+    fn purge_shares(&mut self, layer: BlockLayer) {
+        let old = self.unconfirmed_hashes(layer);
+        let (Some(groups), Some(rule)) = (&mut self.groups, layer.rule_number()) else {
+            return;
+        };
         old.iter()
             .for_each(|engine| groups.remove_unconfirmed(*engine, rule));
         old.chunks(SWEEP_BATCH)

@@ -33,14 +33,7 @@ impl RankWriter {
                 }
             }
             self.count_layer(layer, scratch.granted.len() as i64);
-            trie.set_hold_all(
-                &scratch.granted,
-                LayerHold {
-                    owner: self.owner,
-                    layer,
-                },
-                true,
-            );
+            trie.set_hold_all(&scratch.granted, LayerHold::new(self.owner, layer), true);
         }
     }
 
@@ -64,15 +57,7 @@ impl RankWriter {
         if trie.layers_of(location.block, self.owner).has(layer) {
             *self.aliases.entry((location, layer)).or_insert(0) += 1;
         } else {
-            trie.set_hold(
-                location.block,
-                1,
-                LayerHold {
-                    owner: self.owner,
-                    layer,
-                },
-                true,
-            );
+            trie.set_hold(location.block, 1, LayerHold::new(self.owner, layer), true);
             self.count_layer(layer, 1);
         }
     }
@@ -139,19 +124,12 @@ impl RankWriter {
     ) {
         // Under the lock of the trie: `confirm_cached` checks there whether the block is held.
         self.shared.stale.lock().remove_all(
-            released.iter().map(|&block| BlockLocation {
-                shard: shard as u8,
-                block,
-            }),
+            released
+                .iter()
+                .map(|&block| BlockLocation::new(shard, block)),
             layer,
         );
-        trie.release(
-            released,
-            LayerHold {
-                owner: self.owner,
-                layer,
-            },
-        );
+        trie.release(released, LayerHold::new(self.owner, layer));
     }
 
     /// Removes one hash of a block. Returns whether another one is left.

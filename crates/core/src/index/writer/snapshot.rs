@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::{MappedBlock, RankWriter};
-use crate::block::{EngineHash, StorageTier};
+use crate::block::EngineHash;
 use crate::index::children::U64HashMap;
 use crate::index::dump::{
     BlockRow, CopyCounts, CopyReplay, GroupShare, HashRow, OrphanRow, RankDump,
@@ -115,11 +115,13 @@ impl RankWriter {
         layers: LayerSet,
         stale_layers: LayerSet,
     ) -> CopyCounts {
-        let mut copies = CopyCounts::default();
+        let mut copies = CopyCounts {
+            counts: Default::default(),
+            stale: stale_layers.intersection(layers.tiers()),
+        };
         for tier in layers.iter_tiers() {
             copies.counts[tier as usize] =
                 1 + self.extra_copies.get(&(engine, tier)).copied().unwrap_or(0);
-            copies.stale[tier as usize] = stale_layers.has(tier);
         }
         copies
     }
@@ -198,18 +200,14 @@ impl RankWriter {
             self.extra_copies.insert((engine, tier), count - 1);
             self.shared.add_copies(i64::from(count - 1));
         }
-        let stale_layers = StorageTier::ALL
-            .into_iter()
-            .filter(|tier| copies.stale[*tier as usize]);
-        let stale_layers = stale_layers.fold(LayerSet::NONE, LayerSet::with);
         if let Some(mapped) = self.blocks.get(engine) {
-            self.copy_epochs.set_counted_now(engine, stale_layers);
+            self.copy_epochs.set_counted_now(engine, copies.stale);
             let mut stale_blocks = self.shared.stale.lock();
-            for tier in mapped.layers.tiers().difference(stale_layers).iter_tiers() {
+            for tier in mapped.layers.tiers().difference(copies.stale).iter_tiers() {
                 stale_blocks.confirm(mapped.location, tier);
             }
         } else if let Some(orphan) = self.orphans.get_mut(engine) {
-            orphan.stale = stale_layers;
+            orphan.stale = copies.stale;
             orphan.generation = self.copy_epochs.generation();
         }
     }

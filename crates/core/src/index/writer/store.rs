@@ -177,10 +177,7 @@ impl RankWriter {
         scratch: &mut EventBuffers,
     ) -> ApplyOutcome {
         let StoreParent { shard, after } = parent;
-        let hold = LayerHold {
-            owner: self.owner,
-            layer: tier.into(),
-        };
+        let hold = LayerHold::new(self.owner, tier);
         let EventBuffers {
             locals,
             path,
@@ -195,10 +192,7 @@ impl RankWriter {
             trie.insert(path.last().copied().or(after), &locals[known..], hold, path);
             trie.grant_missing(&path[..known], hold, held);
         }
-        let location = |block| BlockLocation {
-            shard: shard as u8,
-            block,
-        };
+        let location = |block| BlockLocation::new(shard, block);
         for (at, block) in entries.iter().zip(&*path) {
             self.blocks.set_location(*at, location(*block));
         }
@@ -242,10 +236,7 @@ impl RankWriter {
         let StoreParent { shard, after } = parent;
         let index = self.index.clone();
         let mut trie = index.shards[shard].write();
-        let hold = LayerHold {
-            owner: self.owner,
-            layer: tier.into(),
-        };
+        let hold = LayerHold::new(self.owner, tier);
         trie.trace_path(after, &scratch.locals, &mut scratch.path);
         let known = scratch.path.len();
         let last = scratch.path.last().copied().or(after);
@@ -255,10 +246,7 @@ impl RankWriter {
         let mut added = 0;
         let mut reinserted = None;
         for (at, block) in stored.iter().enumerate() {
-            let location = BlockLocation {
-                shard: shard as u8,
-                block: scratch.path[at],
-            };
+            let location = BlockLocation::new(shard, scratch.path[at]);
             if self.record_copy(*block, location, tier, scratch) == StoreEffect::ExtraCopy {
                 continue;
             }
@@ -306,10 +294,7 @@ impl RankWriter {
         tier: StorageTier,
         scratch: &mut EventBuffers,
     ) {
-        let location = |block| BlockLocation {
-            shard: parent.shard as u8,
-            block,
-        };
+        let location = |block| BlockLocation::new(parent.shard, block);
         let stored = scratch
             .path
             .iter()

@@ -200,10 +200,7 @@ impl RankWriter {
             if let Some(&block) = path.first() {
                 self.add_layer(trie, BlockLocation { block, ..after }, layer);
             } else {
-                let hold = LayerHold {
-                    owner: self.owner,
-                    layer,
-                };
+                let hold = LayerHold::new(self.owner, layer);
                 trie.insert(Some(after.block), &[orphan.local], hold, &mut path);
                 self.count_layer(layer, path.len() as i64);
             }

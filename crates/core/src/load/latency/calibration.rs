@@ -2,9 +2,8 @@
 
 use std::time::Instant;
 
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 
-use super::coefficients::LatencyCoefficients;
 use super::model::LatencyEstimate;
 use super::slow_rank::{SlowRank, SpeedTransition};
 use super::slowdown::RankSlowdown;
@@ -79,18 +78,9 @@ impl LoadTracker {
 impl LoadTracker {
     /// Updates which ranks are slow. Returns the changes since the last call.
     pub fn update_speeds(&self) -> Vec<SpeedTransition> {
-        self.table.lock().update_speeds(self.now())
-    }
-
-    /// Returns the slow ranks, as of the last update.
-    pub fn slow_ranks(&self) -> Vec<SlowRank> {
-        self.table.lock().slow_ranks(self.now())
-    }
-}
-
-impl LoadTable {
-    fn update_speeds(&mut self, now: Instant) -> Vec<SpeedTransition> {
-        let Self { rows, latency, .. } = self;
+        let mut table = self.table.lock();
+        let LoadTable { rows, latency, .. } = &mut *table;
+        let now = self.now();
         let transition = |row: &mut RankRow| {
             let model = latency.model(row.model);
             let (speed, change) = model.update_speed(&mut row.slowdown, now)?;
@@ -103,17 +93,22 @@ impl LoadTable {
         rows.iter_mut().filter_map(transition).collect()
     }
 
-    fn slow_ranks(&self, now: Instant) -> Vec<SlowRank> {
+    /// Returns the slow ranks, as of the last update.
+    pub fn slow_ranks(&self) -> Vec<SlowRank> {
+        let table = self.table.lock();
+        let now = self.now();
         let slow_rank = |(_, row): (RankSlot, &RankRow)| {
             Some(SlowRank {
                 rank: row.rank,
-                speed: self.latency.model(row.model).slow_speed(&row.slowdown)?,
+                speed: table.latency.model(row.model).slow_speed(&row.slowdown)?,
                 age_seconds: row.slowdown.slow_age(now)?.as_secs(),
             })
         };
-        self.open_rows().filter_map(slow_rank).collect()
+        table.open_rows().filter_map(slow_rank).collect()
     }
+}
 
+impl LoadTable {
     /// Returns the learned slowdown of each rank.
     pub(super) fn rank_calibrations(&self, now: Instant) -> impl Iterator<Item = RankCalibration> {
         self.open_rows().map(move |(slot, row)| RankCalibration {
@@ -124,37 +119,4 @@ impl LoadTable {
             age_seconds: row.slowdown.age(now).map(|age| age.as_secs_f64()),
         })
     }
-}
-
-/// Writes the coefficients of a status page, with their unit in each name.
-pub(super) fn serialize_with_units<S: Serializer>(
-    coefficients: &LatencyCoefficients,
-    serializer: S,
-) -> Result<S::Ok, S::Error> {
-    #[derive(Serialize)]
-    struct CoefficientSeconds {
-        prefill_base_seconds: f64,
-        prefill_token_seconds: f64,
-        prefill_pair_seconds: f64,
-        decode_step_seconds: f64,
-        decode_request_seconds: f64,
-        decode_context_token_seconds: f64,
-    }
-    let LatencyCoefficients {
-        prefill_base,
-        prefill_token,
-        prefill_pair,
-        decode_step,
-        decode_request,
-        decode_context_token,
-    } = *coefficients;
-    CoefficientSeconds {
-        prefill_base_seconds: prefill_base,
-        prefill_token_seconds: prefill_token,
-        prefill_pair_seconds: prefill_pair,
-        decode_step_seconds: decode_step,
-        decode_request_seconds: decode_request,
-        decode_context_token_seconds: decode_context_token,
-    }
-    .serialize(serializer)
 }

@@ -1,6 +1,6 @@
 //! Detection of lasting changes of a factor by a cumulative sum (CUSUM, Page 1954).
 
-use super::slowdown::TimeSums;
+use super::totals::TimeSums;
 
 /// Ratio of an observation to the expectation, above which it is evidence for a slower rank. A rank
 /// of half the speed has the ratio 2.

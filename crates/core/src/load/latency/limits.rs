@@ -4,9 +4,10 @@
 
 use super::coefficients::{DecodeFit, LatencyCoefficients, PRIOR, PrefillFit};
 use super::fit::FitVector;
-use super::model::PRIOR_OUTPUT_TOKENS;
 use super::slowdown::RankSlowdown;
 use super::transfer::{PRIOR_TRANSFER_TOKEN, TransferTime};
+
+pub(super) const PRIOR_OUTPUT_TOKENS: f64 = 300.0;
 
 /// Number of ranks from which the median limits a value.
 const MIN_RANKS: usize = 3;

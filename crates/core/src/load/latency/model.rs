@@ -4,21 +4,20 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::calibration;
 use super::coefficients::{
     DecodeBatch, DecodeFit, LatencyCoefficients, PREFILL_MARGIN, PRIOR, PrefillFit, PrefillWork,
 };
-use super::limits::LatencyLimits;
+use super::limits::{LatencyLimits, PRIOR_OUTPUT_TOKENS};
 use super::recent::RecentTimes;
 use super::recovery::{FastestFactors, TrialLimit};
-use super::slow_rank::{MedianFactors, RankSpeed, SpeedChange};
-use super::slowdown::{MeanFactors, RankSlowdown, SlowdownFactors, TimeSums};
-use super::totals::{FirstTokenObservation, PredictionTotals};
+use super::slow_rank::{
+    PhaseFactors, RankSpeed, SlowPhase, SpeedChange, geometric_mean, median, minimum,
+};
+use super::slowdown::{PhaseObservation, RankSlowdown, SlowdownFactors};
+use super::totals::{FirstTokenObservation, PredictionTotals, TimeSums};
 use super::traffic::TrafficRate;
 use super::transfer::{PRIOR_TRANSFER_TOKEN, TransferTime};
 use crate::load::timing::RankTiming;
-
-pub(super) const PRIOR_OUTPUT_TOKENS: f64 = 300.0;
 
 /// Weight of one finished request in the mean answer length.
 const OUTPUT_SHARE: f64 = 0.02;
@@ -92,7 +91,7 @@ pub(crate) struct TransferObservation {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LatencyEstimate {
     /// Seconds per unit of work, for a rank with the factor 1.
-    #[serde(flatten, serialize_with = "calibration::serialize_with_units")]
+    #[serde(flatten)]
     pub coefficients: LatencyCoefficients,
     /// Mean length of an answer, in tokens.
     pub output_tokens: f64,
@@ -121,8 +120,6 @@ pub(crate) struct ModelLatency {
     recent_steps: RecentTimes,
     #[serde(skip)]
     fastest: FastestFactors,
-    #[serde(skip)]
-    median: MedianFactors,
     #[serde(skip)]
     trial_limit: TrialLimit,
     #[serde(skip)]
@@ -159,7 +156,6 @@ impl Default for ModelLatency {
             recent_prefills: RecentTimes::default(),
             recent_steps: RecentTimes::default(),
             fastest: FastestFactors::default(),
-            median: MedianFactors::default(),
             trial_limit: TrialLimit::default(),
             limits: LatencyLimits::default(),
             traffic: TrafficRate::default(),
@@ -204,8 +200,10 @@ impl ModelLatency {
     pub(crate) fn compare_ranks(&mut self, ranks: &mut [&mut RankSlowdown]) {
         self.normalize_factors(ranks);
         let ranks = as_shared(ranks);
-        self.median = MedianFactors::of_ranks(&ranks);
-        self.fastest = FastestFactors::of_ranks(&ranks, self.median);
+        self.fastest = FastestFactors {
+            factors: PhaseFactors::of_ranks(&ranks, minimum),
+            median: PhaseFactors::of_ranks(&ranks, median),
+        };
         self.limits = LatencyLimits::of_ranks(&ranks);
     }
 
@@ -213,11 +211,11 @@ impl ModelLatency {
     /// by it. Only the products of factors and times are observed, so both could drift otherwise. A
     /// rank with few observations is assumed to be as fast as the median.
     fn normalize_factors(&mut self, ranks: &mut [&mut RankSlowdown]) {
-        let median = MedianFactors::of_ranks(&as_shared(ranks));
+        let median = PhaseFactors::of_ranks(&as_shared(ranks), median);
         for slowdown in ranks.iter_mut() {
             slowdown.set_prior(median);
         }
-        let mean = MeanFactors::of_ranks(&as_shared(ranks));
+        let mean = PhaseFactors::of_ranks(&as_shared(ranks), geometric_mean);
         for slowdown in ranks {
             slowdown.normalize(mean);
         }
@@ -229,7 +227,7 @@ impl ModelLatency {
 
     /// Returns the factors that decisions use.
     pub(crate) fn decision_factors(&self, slowdown: &RankSlowdown) -> SlowdownFactors {
-        slowdown.factors(self.median)
+        slowdown.factors(self.fastest.median)
     }
 
     /// Returns whether [`Self::trial_factors`] may have a result for a rank with these factors.
@@ -256,7 +254,7 @@ impl ModelLatency {
 
     /// Compares the speed of a slow rank with that of the model.
     pub(crate) fn slow_speed(&self, slowdown: &RankSlowdown) -> Option<RankSpeed> {
-        self.median.compare_slow(slowdown)
+        self.fastest.median.compare_slow(slowdown)
     }
 
     /// Updates whether a rank is slow. Returns its speed, in the slow phase, and the change.
@@ -267,6 +265,7 @@ impl ModelLatency {
     ) -> Option<(RankSpeed, SpeedChange)> {
         let compute = self.traffic.snapshot(now).mean_prefill_seconds();
         let speed = self
+            .fastest
             .median
             .compare(slowdown, self.coefficients.prefill_base + compute);
         let was_slow = self.slow_speed(slowdown);
@@ -373,12 +372,13 @@ impl ModelLatency {
         let mut observed = elapsed.as_secs_f64();
         if self.prefill.0.observed() >= MIN_PREFILLS {
             observed = observed.min(MAX_PREFILL_RATIO * expected + PREFILL_MARGIN);
-            slowdown.add_prefill(
-                TimeSums { observed, expected },
-                self.fastest,
-                &mut self.recent_prefills,
+            let observation = PhaseObservation {
+                phase: SlowPhase::Prefill,
+                times: TimeSums { observed, expected },
+                fastest: self.fastest.factors.prefill,
                 at,
-            );
+            };
+            slowdown.add(observation, &mut self.recent_prefills);
         }
         slowdown.own.prefill.add(work, observed, expected);
         let normalized = observed / slowdown.prefill_factor;
@@ -418,12 +418,13 @@ impl ModelLatency {
                 slowdown.stalled_steps = 0;
             }
             observed = observed.min(limit);
-            slowdown.add_step(
-                TimeSums { observed, expected },
-                self.fastest,
-                &mut self.recent_steps,
+            let observation = PhaseObservation {
+                phase: SlowPhase::Decode,
+                times: TimeSums { observed, expected },
+                fastest: self.fastest.factors.decode,
                 at,
-            );
+            };
+            slowdown.add(observation, &mut self.recent_steps);
         }
         slowdown.own.decode.add(batch, observed);
         let normalized = observed / slowdown.decode_factor;

@@ -2,7 +2,7 @@
 //! example because other work on their machine ends, only ranks in use show it. Their factors must
 //! not change, because one of several equal ranks would then get all requests.
 
-use super::slowdown::TimeSums;
+use super::totals::TimeSums;
 
 /// Factor by which each observation of the model reduces the weight of all earlier ones, so that
 /// about the last 20 count.

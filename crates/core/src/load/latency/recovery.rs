@@ -4,8 +4,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::slow_rank::MedianFactors;
-use super::slowdown::{RankSlowdown, SlowdownFactors, TimeSums, decode_factors, prefill_factors};
+use super::slow_rank::{PhaseFactors, SlowPhase};
+use super::slowdown::{RankSlowdown, SlowdownFactors};
+use super::totals::TimeSums;
 
 /// A rank is tried if one of its factors exceeds that of the fastest rank by this ratio. At light
 /// load, even a small difference decides.
@@ -52,12 +53,11 @@ const MAX_RATING_AGE: Duration = Duration::from_secs(8);
 const MIN_RATING_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Factors of the fastest observed rank of a model.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct FastestFactors {
-    pub(super) prefill: f64,
-    pub(super) decode: f64,
+    pub(super) factors: PhaseFactors,
     /// Medians of the observed ranks, for the tolerance of factors.
-    median: MedianFactors,
+    pub(super) median: PhaseFactors,
 }
 
 /// Factor of a rank in one phase, and that of the fastest rank.
@@ -88,43 +88,19 @@ struct RecoveryEvidence {
     rated_at: Option<Instant>,
 }
 
-impl Default for FastestFactors {
-    fn default() -> Self {
-        Self {
-            prefill: 1.0,
-            decode: 1.0,
-            median: MedianFactors::default(),
-        }
-    }
-}
-
 impl FastestFactors {
-    /// Returns the factors of a model with these ranks.
-    pub(super) fn of_ranks(ranks: &[&RankSlowdown], median: MedianFactors) -> Self {
-        Self {
-            prefill: minimum(prefill_factors(ranks)),
-            decode: minimum(decode_factors(ranks)),
-            median,
-        }
-    }
-
     /// Returns whether decisions prefer the fastest rank to one with these factors.
     #[inline]
     pub(super) fn are_below(self, factors: SlowdownFactors) -> bool {
-        let fastest = SlowdownFactors::new(self.prefill, self.decode, self.median);
+        let fastest = SlowdownFactors::new(self.factors, self.median);
         factors.prefill > fastest.prefill || factors.decode > fastest.decode
     }
 
     /// Returns the ratio by which a rank is slower.
     fn ratio_of(self, slowdown: &RankSlowdown) -> f64 {
-        let prefill = slowdown.prefill_factor / self.prefill;
-        prefill.max(slowdown.decode_factor / self.decode)
+        let prefill = slowdown.prefill_factor / self.factors.prefill;
+        prefill.max(slowdown.decode_factor / self.factors.decode)
     }
-}
-
-/// Returns the minimum, or 1 without values.
-fn minimum(factors: impl Iterator<Item = f64>) -> f64 {
-    factors.reduce(f64::min).unwrap_or(1.0)
 }
 
 /// Limits the trials of the slow ranks of a model.
@@ -169,11 +145,11 @@ impl RankSlowdown {
         }
         let preference = if is_slow { TRIAL_PREFERENCE } else { 1.0 };
         let lower = |factor: f64, fastest: f64| (preference * fastest).min(factor);
-        Some(SlowdownFactors::new(
-            lower(self.prefill_factor, fastest.prefill),
-            lower(self.decode_factor, fastest.decode),
-            fastest.median,
-        ))
+        let factors = PhaseFactors {
+            prefill: lower(self.prefill_factor, fastest.factors.prefill),
+            decode: lower(self.decode_factor, fastest.factors.decode),
+        };
+        Some(SlowdownFactors::new(factors, fastest.median))
     }
 
     /// Records that a request was routed to the rank.
@@ -238,32 +214,23 @@ impl RecoveryTrials {
         now.saturating_duration_since(last) >= interval
     }
 
-    /// Records a prefill. Returns whether the prefills of the rank have recovered.
-    pub(super) fn record_prefill(
+    /// Records the time of a prefill, or the mean time of decode steps. Returns whether the rank has
+    /// recovered in this phase. Its bookings are then counted anew.
+    pub(super) fn record(
         &mut self,
+        phase: SlowPhase,
         times: TimeSums,
         range: FactorRange,
         now: Instant,
     ) -> bool {
-        self.prefill_at = Some(now);
-        let has_recovered = self.prefill.add(times, range, now);
-        self.on_rated(has_recovered)
-    }
-
-    /// Records decode steps with their mean time. Returns whether the decode steps of the rank have
-    /// recovered.
-    pub(super) fn record_steps(
-        &mut self,
-        times: TimeSums,
-        range: FactorRange,
-        now: Instant,
-    ) -> bool {
-        let has_recovered = self.decode.add(times, range, now);
-        self.on_rated(has_recovered)
-    }
-
-    /// Counts the bookings of the slow rank anew after a recovery. Returns whether there was one.
-    fn on_rated(&mut self, has_recovered: bool) -> bool {
+        let evidence = match phase {
+            SlowPhase::Prefill => {
+                self.prefill_at = Some(now);
+                &mut self.prefill
+            }
+            SlowPhase::Decode => &mut self.decode,
+        };
+        let has_recovered = evidence.add(times, range, now);
         if has_recovered {
             self.slow_bookings = 0;
         }

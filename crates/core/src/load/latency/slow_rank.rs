@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::slowdown::{RankSlowdown, decode_factors, prefill_factors};
+use super::slowdown::RankSlowdown;
 use crate::worker::WorkerRank;
 
 /// A rank becomes slow if its factor exceeds this multiple of the median.
@@ -94,14 +94,14 @@ pub(super) struct SlowPeriod {
     phase: SlowPhase,
 }
 
-/// Medians of the factors of the ranks of a model.
+/// Factors of both phases: of one rank, or a summary of the ranks of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct MedianFactors {
+pub(super) struct PhaseFactors {
     pub(super) prefill: f64,
     pub(super) decode: f64,
 }
 
-impl Default for MedianFactors {
+impl Default for PhaseFactors {
     fn default() -> Self {
         Self {
             prefill: 1.0,
@@ -110,12 +110,16 @@ impl Default for MedianFactors {
     }
 }
 
-impl MedianFactors {
-    /// Returns the medians of the ranks with observations.
-    pub(super) fn of_ranks(ranks: &[&RankSlowdown]) -> Self {
+impl PhaseFactors {
+    /// Summarizes the factors of the ranks with observations.
+    pub(super) fn of_ranks(ranks: &[&RankSlowdown], summarize: fn(&mut [f64]) -> f64) -> Self {
+        let prefills = ranks.iter().filter(|rank| rank.prefill_observations > 0);
+        let mut prefills: Vec<f64> = prefills.map(|rank| rank.prefill_factor).collect();
+        let steps = ranks.iter().filter(|rank| rank.decode_observations > 0);
+        let mut steps: Vec<f64> = steps.map(|rank| rank.decode_factor).collect();
         Self {
-            prefill: median(prefill_factors(ranks)),
-            decode: median(decode_factors(ranks)),
+            prefill: summarize(&mut prefills),
+            decode: summarize(&mut steps),
         }
     }
 
@@ -149,14 +153,24 @@ impl MedianFactors {
     }
 }
 
-/// Returns the lower median, or 1 without values.
-fn median(factors: impl Iterator<Item = f64>) -> f64 {
-    let mut factors: Vec<f64> = factors.collect();
+/// Returns the median, or 1 without values. Of two values, the lower one.
+pub(super) fn median(factors: &mut [f64]) -> f64 {
     let Some(last) = factors.len().checked_sub(1) else {
         return 1.0;
     };
     let (_, median, _) = factors.select_nth_unstable_by(last / 2, f64::total_cmp);
     *median
+}
+
+/// Returns the minimum, or 1 without values.
+pub(super) fn minimum(factors: &mut [f64]) -> f64 {
+    factors.iter().copied().reduce(f64::min).unwrap_or(1.0)
+}
+
+/// Returns the geometric mean, or 1 without values.
+pub(super) fn geometric_mean(factors: &mut [f64]) -> f64 {
+    let sum: f64 = factors.iter().map(|factor| factor.ln()).sum();
+    (sum / (factors.len() as f64).max(1.0)).exp()
 }
 
 impl RankSpeed {

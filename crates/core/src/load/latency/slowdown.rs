@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 use super::change::ChangeDetector;
 use super::limits::RankLatency;
 use super::recent::RecentTimes;
-use super::recovery::{FactorRange, FastestFactors, RecoveryTrials};
-use super::slow_rank::{MedianFactors, SlowPeriod};
-use super::totals::PredictionTotals;
+use super::recovery::{FactorRange, RecoveryTrials};
+use super::slow_rank::{PhaseFactors, SlowPeriod, SlowPhase};
+use super::totals::{PredictionTotals, TimeSums};
 
 /// Factors of a rank stay in this range.
 const MIN_FACTOR: f64 = 0.1;
@@ -88,19 +88,15 @@ pub(crate) struct SlowdownFactors {
     pub(crate) decode: f32,
 }
 
-/// Geometric means of the factors of the observed ranks of a model.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct MeanFactors {
-    pub(super) prefill: f64,
-    pub(super) decode: f64,
-}
-
-/// Weighted sums of observed and expected times. Their ratio stays correct when one engine step
-/// completes two prefills, which a mean of ratios would not.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct TimeSums {
-    pub(super) observed: f64,
-    pub(super) expected: f64,
+/// Observed and expected time of one phase.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PhaseObservation {
+    pub(super) phase: SlowPhase,
+    /// Times of a prefill, or mean times of decode steps.
+    pub(super) times: TimeSums,
+    /// Factor of the fastest rank.
+    pub(super) fastest: f64,
+    pub(super) at: Instant,
 }
 
 /// Weights of an observation, per second.
@@ -167,38 +163,11 @@ impl Default for FactorEstimate {
     }
 }
 
-impl TimeSums {
-    pub(super) fn add(&mut self, sums: TimeSums) {
-        self.observed += sums.observed;
-        self.expected += sums.expected;
-    }
-
-    pub(super) fn scaled(self, factor: f64) -> Self {
-        Self {
-            observed: self.observed * factor,
-            expected: self.expected * factor,
-        }
-    }
-
-    /// Returns the ratio of the observed to the expected times.
-    pub(super) fn ratio(self) -> f64 {
-        self.observed / self.expected.max(f64::MIN_POSITIVE)
-    }
-
-    /// Returns the times with the observed ones divided by a ratio.
-    fn relative_to(self, ratio: f64) -> Self {
-        Self {
-            observed: self.observed / ratio,
-            ..self
-        }
-    }
-}
-
 impl SlowdownFactors {
-    pub(super) fn new(prefill: f64, decode: f64, median: MedianFactors) -> Self {
+    pub(super) fn new(factors: PhaseFactors, median: PhaseFactors) -> Self {
         Self {
-            prefill: with_tolerance(prefill, median.prefill, 0.0),
-            decode: with_tolerance(decode, median.decode, 0.0),
+            prefill: with_tolerance(factors.prefill, median.prefill, 0.0),
+            decode: with_tolerance(factors.decode, median.decode, 0.0),
         }
     }
 }
@@ -209,40 +178,6 @@ fn with_tolerance(factor: f64, median: f64, standard_error: f64) -> f32 {
     let share = TOLERATED_ERRORS * standard_error / median;
     let tolerance = share.clamp(MIN_TOLERANCE, MAX_TOLERANCE) * median;
     (factor - (factor - median).clamp(-tolerance, tolerance)) as f32
-}
-
-impl MeanFactors {
-    /// Returns the means of the ranks with observations.
-    pub(super) fn of_ranks(ranks: &[&RankSlowdown]) -> Self {
-        Self {
-            prefill: geometric_mean(prefill_factors(ranks)),
-            decode: geometric_mean(decode_factors(ranks)),
-        }
-    }
-}
-
-/// Returns the prefill factors of the ranks with observed prefills.
-pub(super) fn prefill_factors(ranks: &[&RankSlowdown]) -> impl Iterator<Item = f64> {
-    let observed = ranks
-        .iter()
-        .filter(|slowdown| slowdown.prefill_observations > 0);
-    observed.map(|slowdown| slowdown.prefill_factor)
-}
-
-/// Returns the decode factors of the ranks with observed decode steps.
-pub(super) fn decode_factors(ranks: &[&RankSlowdown]) -> impl Iterator<Item = f64> {
-    let observed = ranks
-        .iter()
-        .filter(|slowdown| slowdown.decode_observations > 0);
-    observed.map(|slowdown| slowdown.decode_factor)
-}
-
-/// Returns the geometric mean, or 1 without values.
-fn geometric_mean(factors: impl Iterator<Item = f64>) -> f64 {
-    let (count, sum) = factors.fold((0.0_f64, 0.0), |(count, sum), factor| {
-        (count + 1.0, sum + factor.ln())
-    });
-    (sum / count.max(1.0)).exp()
 }
 
 impl FactorEstimate {
@@ -370,7 +305,7 @@ impl RankSlowdown {
     }
 
     /// Returns the factors that decisions use.
-    pub(super) fn factors(&self, median: MedianFactors) -> SlowdownFactors {
+    pub(super) fn factors(&self, median: PhaseFactors) -> SlowdownFactors {
         let prefill_error = self.prefill_estimate.standard_error();
         let decode_error = self.decode_estimate.standard_error();
         SlowdownFactors {
@@ -380,14 +315,14 @@ impl RankSlowdown {
     }
 
     /// Sets the prior of the factors.
-    pub(super) fn set_prior(&mut self, prior: MedianFactors) {
+    pub(super) fn set_prior(&mut self, prior: PhaseFactors) {
         self.prefill_estimate.prior = prior.prefill;
         self.decode_estimate.prior = prior.decode;
         self.update_factors();
     }
 
     /// Divides the factors by the means.
-    pub(super) fn normalize(&mut self, mean: MeanFactors) {
+    pub(super) fn normalize(&mut self, mean: PhaseFactors) {
         self.prefill_estimate.normalize(mean.prefill);
         self.decode_estimate.normalize(mean.decode);
         self.update_factors();
@@ -404,68 +339,39 @@ impl RankSlowdown {
         Some(now.saturating_duration_since(observed_at))
     }
 
-    /// Records a prefill with its observed and expected times.
-    pub(super) fn add_prefill(
-        &mut self,
-        times: TimeSums,
-        fastest: FastestFactors,
-        model_recent: &mut RecentTimes,
-        now: Instant,
-    ) {
+    /// Records an observation of one phase.
+    pub(super) fn add(&mut self, observation: PhaseObservation, model_recent: &mut RecentTimes) {
+        let PhaseObservation {
+            phase,
+            times,
+            fastest,
+            at,
+        } = observation;
+        let (estimate, own) = match phase {
+            SlowPhase::Prefill => (&mut self.prefill_estimate, self.prefill_factor),
+            SlowPhase::Decode => (&mut self.decode_estimate, self.decode_factor),
+        };
+        let (short, short_changed, retention) = match phase {
+            SlowPhase::Prefill => (SHORT_PREFILL, SHORT_CHANGED_PREFILL, PREFILL_RETENTION),
+            SlowPhase::Decode => (0.0, 0.0, DECODE_RETENTION),
+        };
         let weights = ObservationWeights {
-            average: 1.0 / (times.expected + SHORT_PREFILL),
-            change: 1.0 / (times.expected + SHORT_CHANGED_PREFILL),
+            average: 1.0 / (times.expected + short),
+            change: 1.0 / (times.expected + short_changed),
         };
-        let range = FactorRange {
-            own: self.prefill_factor,
-            fastest: fastest.prefill,
-        };
-        let observation = self
-            .prefill_estimate
-            .record_recent(times, weights, model_recent);
-        if self
-            .trials
-            .record_prefill(observation.compared(), range, now)
-        {
-            self.prefill_estimate
-                .set_factor(fastest.prefill, model_recent);
+        let observation = estimate.record_recent(times, weights, model_recent);
+        let range = FactorRange { own, fastest };
+        let compared = observation.compared();
+        if self.trials.record(phase, compared, range, at) {
+            estimate.set_factor(fastest, model_recent);
         } else {
-            self.prefill_estimate
-                .add(observation, PREFILL_RETENTION, model_recent);
+            estimate.add(observation, retention, model_recent);
+        }
+        match phase {
+            SlowPhase::Prefill => self.prefill_observations += 1,
+            SlowPhase::Decode => self.decode_observations += 1,
         }
         self.update_factors();
-        self.prefill_observations += 1;
-        self.observed_at = Some(now);
-    }
-
-    /// Records decode steps with their mean observed and expected time.
-    pub(super) fn add_step(
-        &mut self,
-        times: TimeSums,
-        fastest: FastestFactors,
-        model_recent: &mut RecentTimes,
-        now: Instant,
-    ) {
-        let weights = ObservationWeights {
-            average: 1.0 / times.expected,
-            change: 1.0 / times.expected,
-        };
-        let range = FactorRange {
-            own: self.decode_factor,
-            fastest: fastest.decode,
-        };
-        let observation = self
-            .decode_estimate
-            .record_recent(times, weights, model_recent);
-        if self.trials.record_steps(observation.compared(), range, now) {
-            self.decode_estimate
-                .set_factor(fastest.decode, model_recent);
-        } else {
-            self.decode_estimate
-                .add(observation, DECODE_RETENTION, model_recent);
-        }
-        self.update_factors();
-        self.decode_observations += 1;
-        self.observed_at = Some(now);
+        self.observed_at = Some(at);
     }
 }

@@ -62,3 +62,38 @@ impl PredictionTotals {
         self.absolute_error_seconds += (observed - predicted).abs();
     }
 }
+
+/// Weighted sums of observed and expected times. Their ratio stays correct when one engine step
+/// completes two prefills, which a mean of ratios would not.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct TimeSums {
+    pub(super) observed: f64,
+    pub(super) expected: f64,
+}
+
+impl TimeSums {
+    pub(super) fn add(&mut self, sums: TimeSums) {
+        self.observed += sums.observed;
+        self.expected += sums.expected;
+    }
+
+    pub(super) fn scaled(self, factor: f64) -> Self {
+        Self {
+            observed: self.observed * factor,
+            expected: self.expected * factor,
+        }
+    }
+
+    /// Returns the ratio of the observed to the expected times.
+    pub(super) fn ratio(self) -> f64 {
+        self.observed / self.expected.max(f64::MIN_POSITIVE)
+    }
+
+    /// Returns the times with the observed ones divided by a ratio.
+    pub(super) fn relative_to(self, ratio: f64) -> Self {
+        Self {
+            observed: self.observed / ratio,
+            ..self
+        }
+    }
+}

@@ -150,11 +150,11 @@ fn invalid_snapshot_is_not_restored() {
         ("/version", serde_json::json!(9)),
         ("/models/0/latency/output_tokens", serde_json::json!(-1.0)),
         (
-            "/models/0/latency/coefficients/decode_step",
+            "/models/0/latency/coefficients/decode_step_seconds",
             serde_json::json!(-0.1),
         ),
         (
-            "/models/0/latency/coefficients/prefill_token",
+            "/models/0/latency/coefficients/prefill_token_seconds",
             serde_json::json!(1e308),
         ),
         (

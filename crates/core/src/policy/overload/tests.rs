@@ -164,7 +164,10 @@ fn prefill_thresholds_are_exceeded_by_more_tokens_only() {
     let of = is_overloaded;
     let unknown = WorkerCapacity::default();
     let tokens = OverloadThresholds {
-        prefill_tokens: Some(100),
+        prefill: BusyThreshold {
+            prefill_tokens: Some(100),
+            prefill_fraction: None,
+        },
         ..OverloadThresholds::default()
     };
     assert_eq!(
@@ -175,7 +178,10 @@ fn prefill_thresholds_are_exceeded_by_more_tokens_only() {
         (false, true)
     );
     let fraction = OverloadThresholds {
-        prefill_tokens_fraction: Some(0.5),
+        prefill: BusyThreshold {
+            prefill_tokens: None,
+            prefill_fraction: Some(0.5),
+        },
         ..OverloadThresholds::default()
     };
     assert_eq!(
@@ -201,7 +207,10 @@ fn invalid_thresholds_are_rejected_by_name() {
         ..OverloadThresholds::default()
     };
     let fraction = OverloadThresholds {
-        prefill_tokens_fraction: Some(-0.1),
+        prefill: BusyThreshold {
+            prefill_tokens: None,
+            prefill_fraction: Some(-0.1),
+        },
         ..OverloadThresholds::default()
     };
     for (name, thresholds) in [

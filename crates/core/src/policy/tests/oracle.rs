@@ -142,7 +142,7 @@ fn estimates() -> impl Strategy<Value = LatencyEstimate> {
 }
 
 fn policies() -> impl Strategy<Value = RoutingPolicy> {
-    let named = prop::sample::select(PolicyName::ALL.to_vec())
+    let named = prop::sample::select(PolicyName::ALL)
         .prop_map(|name| PolicySettings::named(name, &Weights::default()).routing);
     prop_oneof![
         6 => named,

@@ -220,11 +220,9 @@ impl PredictorAndModels {
 
     fn check_path(&mut self, at: usize) {
         let path = &self.seen[at];
-        self.test_bed
-            .predictor
-            .overlaps(&prompt(path), &mut self.test_bed.overlaps);
+        let overlaps = predicted_overlaps(&self.test_bed.predictor, &prompt(path));
         for (slot, model) in self.models.iter().enumerate() {
-            let found = self.test_bed.overlaps.get(RankSlot(slot as u32));
+            let found = overlaps.get(RankSlot(slot as u32));
             assert_eq!(found.total(), found.device);
             assert_eq!(
                 found.device as usize,
@@ -244,7 +242,7 @@ impl PredictorAndModels {
                 model.has_all_parents(),
                 "a block was evicted before its descendants: {model:?}"
             );
-            let found = &stats.ranks[slot];
+            let found = &stats[slot];
             assert_eq!(
                 (found.blocks, found.generated),
                 (model.blocks(), model.generated()),

@@ -213,11 +213,7 @@ pub(super) fn unrouted(
         mode: Mode::Passthrough,
         reason: Some(error.reason()),
         prompt_tokens: prompt.tokens(),
-        prompt_blocks: prompt
-            .blocks()
-            .iter()
-            .map(|hashes| hashes.len() as u64)
-            .sum(),
+        prompt_blocks: prompt.block_count(),
         block_size,
         computed_by: None,
         policy: context.policy(),

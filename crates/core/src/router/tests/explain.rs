@@ -350,7 +350,7 @@ fn router_of_small_worker(clock: &Clock) -> Router {
         max_blocks_per_rank: 100,
     });
     let clock_copy = clock.clone();
-    let without_events = Some(Predictor::new(policy, move || clock_copy.now()));
+    let predictor = Predictor::new(policy, move || clock_copy.now());
     let router = clocked(
         [sized],
         RouterSettings {
@@ -359,15 +359,7 @@ fn router_of_small_worker(clock: &Clock) -> Router {
         },
         clock,
     );
-    let router = router.with_predictors(PredictorSet {
-        without_events,
-        ..PredictorSet::default()
-    });
-    router
-        .fleet()
-        .members()
-        .for_each(|member| router.predictors().open_rank(member));
-    router
+    with_predictor(router, predictor)
 }
 
 #[test]

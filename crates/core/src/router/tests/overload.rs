@@ -98,7 +98,10 @@ fn sheddable_request_is_rejected_when_all_overloaded() {
 #[test]
 fn overloaded_worker_is_avoided_until_below_threshold() {
     let overload = OverloadThresholds {
-        prefill_tokens: Some(40),
+        prefill: BusyThreshold {
+            prefill_tokens: Some(40),
+            prefill_fraction: None,
+        },
         ..OverloadThresholds::default()
     };
     let router = router_of(

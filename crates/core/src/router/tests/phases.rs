@@ -360,7 +360,10 @@ fn aggregated_workers_need_no_prefill_worker() {
 fn overloaded_prefill_workers_are_reported_as_overload() {
     let when_all_overloaded = OverloadAction::Reject;
     let overload = crate::policy::OverloadThresholds {
-        prefill_tokens: Some(1),
+        prefill: BusyThreshold {
+            prefill_tokens: Some(1),
+            prefill_fraction: None,
+        },
         ..Default::default()
     };
     let router = router_of(
@@ -475,22 +478,13 @@ fn placed_request_is_predicted_only_when_sent() {
         fallback,
     };
     let clock_copy = clock.clone();
-    let without_events = Some(crate::predict::Predictor::new(policy, move || {
-        clock_copy.now()
-    }));
+    let predictor = Predictor::new(policy, move || clock_copy.now());
     let workers = [
         with_role(1, WorkerRole::Prefill),
         with_role(11, WorkerRole::Decode),
     ];
     let router = clocked(workers, RouterSettings::default(), &clock);
-    let router = router.with_predictors(PredictorSet {
-        without_events,
-        ..PredictorSet::default()
-    });
-    router
-        .fleet()
-        .members()
-        .for_each(|member| router.predictors().open_rank(member));
+    let router = with_predictor(router, predictor);
     let held = || {
         let mut held: Vec<_> = router
             .predictors()

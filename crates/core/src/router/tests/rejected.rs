@@ -17,16 +17,8 @@ const TTL: TtlPolicy = TtlPolicy {
 /// Creates a router with workers whose caches are predicted by a policy.
 fn predicting(policy: EvictionPolicy, workers: impl IntoIterator<Item = Worker>) -> Router {
     let router = router_of(workers, RouterSettings::default());
-    let without_events = Some(Predictor::new(policy, Instant::now));
-    let router = router.with_predictors(PredictorSet {
-        without_events,
-        ..PredictorSet::default()
-    });
-    router
-        .fleet()
-        .members()
-        .for_each(|member| router.predictors().open_rank(member));
-    router
+    let predictor = Predictor::new(policy, Instant::now);
+    with_predictor(router, predictor)
 }
 
 fn with_large_blocks(id: u64) -> Worker {

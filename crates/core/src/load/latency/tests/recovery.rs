@@ -1,7 +1,7 @@
 //! Trials of a rank that stays slow.
 
 use super::super::recovery::{FactorRange, RecoveryTrials};
-use super::super::slowdown::TimeSums;
+use super::super::totals::TimeSums;
 use super::*;
 
 /// Factor of the slow rank.
@@ -16,7 +16,7 @@ fn prefill(trials: &mut RecoveryTrials, ratio: f64, now: Instant) -> bool {
         own: FACTOR,
         fastest: 1.0,
     };
-    trials.record_prefill(times, range, now)
+    trials.record(SlowPhase::Prefill, times, range, now)
 }
 
 #[test]

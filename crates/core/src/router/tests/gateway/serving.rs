@@ -101,17 +101,9 @@ pub(super) fn predicted(workers: impl IntoIterator<Item = Worker>) -> Router {
         default_blocks: Some(100),
         fallback,
     };
-    let without_events = Some(Predictor::new(policy, Instant::now));
+    let predictor = Predictor::new(policy, Instant::now);
     let router = router_of(workers, RouterSettings::default());
-    let router = router.with_predictors(PredictorSet {
-        without_events,
-        ..PredictorSet::default()
-    });
-    router
-        .fleet()
-        .members()
-        .for_each(|member| router.predictors().open_rank(member));
-    router
+    with_predictor(router, predictor)
 }
 
 fn expected_at(router: &Router) -> Vec<(u64, u64, u64)> {

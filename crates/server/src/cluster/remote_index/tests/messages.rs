@@ -106,20 +106,12 @@ fn invalid_ranks_are_reported() {
 
 #[test]
 fn every_enum_value_round_trips() {
-    let reasons = [
-        StaleReason::NoSource,
-        StaleReason::Connecting,
-        StaleReason::Replaying,
-        StaleReason::Detached,
-        StaleReason::LostBatches,
-        StaleReason::UnreportedBlocks,
-        StaleReason::Undecodable,
-        StaleReason::Silent,
-        StaleReason::BlockSizeMismatch,
-        StaleReason::OtherRank,
-    ];
-    let reasons = reasons.into_iter().map(Some).chain([None]);
-    let all = reasons.flat_map(|reason| IndexFreshness::ALL.map(|freshness| (freshness, reason)));
+    let reasons = StaleReason::ALL.iter().copied().map(Some).chain([None]);
+    let with_freshness = |reason| {
+        let all = IndexFreshness::ALL.iter();
+        all.map(move |freshness| (*freshness, reason))
+    };
+    let all = reasons.flat_map(with_freshness);
     let row = |(index, (freshness, reason)): (usize, (IndexFreshness, Option<StaleReason>))| {
         let engine_block_size = BlockSize::new(index as u32 % 3);
         let rank = WorkerRank {
