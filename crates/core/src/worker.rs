@@ -259,12 +259,20 @@ impl BlockSize {
 }
 
 /// Data-parallel ranks of one worker: `start .. start + size`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
 pub struct RankRange {
     /// First rank.
     pub start: u32,
     /// Number of ranks.
     pub size: NonZeroU32,
+}
+
+impl Default for RankRange {
+    fn default() -> Self {
+        Self::ONE
+    }
 }
 
 impl RankRange {
@@ -349,12 +357,20 @@ pub enum TransferEnforcement {
 }
 
 /// SGLang bootstrap address, at which decode workers fetch KV from a prefill worker.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields)]
 pub struct BootstrapAddress {
-    /// Host name or address. Defaults to that of the worker's endpoint.
+    /// Host name or address at which decode workers reach it; defaults to the host of the endpoint.
+    #[serde(default)]
     pub host: Option<String>,
-    /// Bootstrap port.
+    /// Bootstrap port (`--disaggregation-bootstrap-port`).
+    #[serde(default = "default_bootstrap_port")]
     pub port: NonZeroU16,
+}
+
+fn default_bootstrap_port() -> NonZeroU16 {
+    BootstrapAddress::DEFAULT_PORT
 }
 
 impl BootstrapAddress {

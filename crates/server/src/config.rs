@@ -25,7 +25,6 @@ mod reload;
 mod requests;
 mod routing;
 mod schema;
-mod sessions;
 mod tracking;
 mod workers;
 
@@ -51,6 +50,7 @@ use crate::fleet::discovery::kubernetes::{KubernetesConfig, PodsConfig};
 use crate::fleet::discovery::{self, WorkerModel};
 use crate::fleet::xds::config::EnvoyConfig;
 use crate::prefill::PrefillMode;
+use crate::request::SessionsConfig;
 
 pub use advice::Advice;
 pub use canary_headers::CanaryHeaders;
@@ -73,7 +73,6 @@ pub use reload::ReloadedConfig;
 pub use requests::RequestsSection;
 pub use routing::RoutingSection;
 pub use schema::{config_schema, workers_schema};
-pub use sessions::{AffinityMode, SessionsConfig};
 pub use tracking::{TrackingFamily, TrackingHashConfig};
 pub use workers::WorkersSection;
 

@@ -30,7 +30,7 @@ pub use preprocess::PreprocessedRequest;
 pub use preprocessor::{EncodeLimits, NvExtScope, PreprocessorParts, RequestPreprocessor};
 pub use rewrite::{RequestedModel, RewriteRules, RewrittenBody};
 pub use routing_hints::{HeaderLookup, RoutingHints, hint_headers};
-pub use sessions::SessionFields;
+pub use sessions::SessionsConfig;
 pub use shared_cache::SharedCacheLookup;
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_runtime::tls::TlsConfig;
-use warmroute_settings::{ADDRESS_PATTERN, Problem};
+use warmroute_settings::{ADDRESS_PATTERN, Problem, all_within};
 
 use super::token::AdminToken;
 
@@ -53,11 +53,7 @@ impl AdminConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if let Some(tls) = &self.tls {
-            problems.extend(
-                tls.problems()
-                    .into_iter()
-                    .map(|problem| problem.within("tls")),
-            );
+            problems.extend(all_within("tls", tls.problems()));
         }
         if let Some(file) = &self.token_file
             && let Err(error) = AdminToken::hash_file(file)

@@ -10,7 +10,7 @@ use crate::config::{Config, FirstToken};
 use crate::dispatch::Dispatcher;
 use crate::dispatch::audit::CacheAudit;
 use crate::ext_proc::config::AssumedBodies;
-use crate::ext_proc::exchange::{ExchangeOptions, ResponseHeaderOptions};
+use crate::ext_proc::exchange::ExchangeOptions;
 use crate::ext_proc::message::{BodyMode, BodyModes};
 use crate::ext_proc::pipeline::RequestPipeline;
 use crate::ext_proc::policy::ExchangePolicy;
@@ -131,10 +131,9 @@ fn policy(config: &Config) -> ExchangePolicy {
         fails_open_without_prefill: config.has_dynamo_prefills()
             && !config.routing.disaggregation.enforce,
         first_token_with_headers: with_headers.map(|model| model.name.clone()).collect(),
-        why_header: config.gateway.response_headers.why,
+        response_headers: config.gateway.response_headers,
         conformance: config.gateway.conformance,
         dropped_reason_header: config.gateway.routing_headers().sets_dropped_reason(),
-        mode_header: config.gateway.response_headers.mode,
     }
 }
 
@@ -142,8 +141,8 @@ fn options(config: &Config) -> ExchangeOptions {
     let assumed_modes = match config.gateway.default_body_mode {
         AssumedBodies::Buffered => BodyModes::default(),
         AssumedBodies::FullDuplex => BodyModes {
-            request: BodyMode::FullDuplex,
-            response: BodyMode::FullDuplex,
+            request: BodyMode::FullDuplexStreamed,
+            response: BodyMode::FullDuplexStreamed,
         },
     };
     ExchangeOptions {
@@ -155,11 +154,6 @@ fn options(config: &Config) -> ExchangeOptions {
         observe: config.gateway.observe,
         output_blocks: config.routing.load.output_blocks,
         conformance: config.gateway.conformance,
-        response_headers: ResponseHeaderOptions {
-            mode: config.gateway.response_headers.mode,
-            worker: config.gateway.response_headers.worker,
-            prediction: config.gateway.response_headers.prediction,
-            why: config.gateway.response_headers.why,
-        },
+        response_headers: config.gateway.response_headers,
     }
 }

@@ -18,7 +18,7 @@ use tracing::{error, info, warn};
 use warmroute_core::router::Router;
 use warmroute_core::worker::ModelName;
 use warmroute_engines::engine_client::EngineClient;
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 use warmroute_runtime::causes::describe_failure;
 use warmroute_runtime::files;
 use warmroute_runtime::lifecycle::file_watcher::{FileWatcher, SETTINGS_WATCH};
@@ -382,11 +382,7 @@ impl Reloader {
             .config
             .generation
             .set(i64::try_from(generation).unwrap_or(i64::MAX));
-        self.metrics
-            .config
-            .reloads
-            .get_or_create(&OutcomeLabel { outcome: label })
-            .inc();
+        count_outcome(&self.metrics.config.reloads, label);
     }
 }
 

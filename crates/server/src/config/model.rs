@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{BlockSize, ModelName};
 use warmroute_engines::kv_events::MediaTokens;
-use warmroute_settings::{PathStep, Problem, describe_missing_file};
+use warmroute_settings::{PathStep, Problem, all_within, describe_missing_file};
 use warmroute_tokens::prompt::{
     ContentFormatOption, EngineKind, MediaConfig, RenderOptions, TransformersVersion,
 };
@@ -175,7 +175,7 @@ impl ModelConfig {
         }
         problems.extend(self.unsupported_render_option());
         let media = self.multimodal.iter().flat_map(MediaConfig::problems);
-        problems.extend(media.map(|problem| problem.within("multimodal")));
+        problems.extend(all_within("multimodal", media));
         problems.extend(self.huge_blocks());
         problems.extend(
             self.wrong_video_token()
@@ -185,9 +185,9 @@ impl ModelConfig {
             .remote_tokenizer
             .iter()
             .flat_map(EngineTokensConfig::problems);
-        problems.extend(tokens.map(|problem| problem.within("remote_tokenizer")));
+        problems.extend(all_within("remote_tokenizer", tokens));
         let prefill = self.prefill.iter().flat_map(PrefillConfig::problems);
-        problems.extend(prefill.map(|problem| problem.within("prefill")));
+        problems.extend(all_within("prefill", prefill));
         for (key, names) in [("aliases", &self.aliases), ("adapters", &self.adapters)] {
             let empty = names
                 .iter()

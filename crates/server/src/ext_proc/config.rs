@@ -14,7 +14,7 @@ pub use gateway::{
 };
 
 use warmroute_runtime::tls::{ConnectionLimits, ListenerExposure, ListenerLimits, TlsConfig};
-use warmroute_settings::{ADDRESS_PATTERN, ByteSize, DurationSetting, Problem};
+use warmroute_settings::{ADDRESS_PATTERN, ByteSize, DurationSetting, Problem, all_within};
 
 /// Maximum length of a unix socket path. Linux allows 107 bytes, and the socket is bound with the
 /// suffix `.new` before it is renamed.
@@ -100,11 +100,7 @@ impl ListenConfig {
                     "TLS is for `address`, which is not given; give it, or leave this out",
                 ));
             }
-            problems.extend(
-                tls.problems()
-                    .into_iter()
-                    .map(|problem| problem.within("tls")),
-            );
+            problems.extend(all_within("tls", tls.problems()));
         }
         if let Some(listen) = self.address {
             let exposure = ListenerExposure {

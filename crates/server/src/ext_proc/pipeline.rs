@@ -221,7 +221,11 @@ impl RequestPipeline {
             expected.delays_headers && self.policy.first_token_with_headers.contains(&route.model);
         let reply = RouteReply {
             target: RouteTarget {
-                why: self.policy.why_header.then(|| route.summary_line().into()),
+                why: self
+                    .policy
+                    .response_headers
+                    .why
+                    .then(|| route.summary_line().into()),
                 ..route.target()
             },
             body_edit: edit,

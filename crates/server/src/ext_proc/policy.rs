@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use warmroute_core::worker::ModelName;
 
-use super::config::{FailureConfig, FailureMode};
+use super::config::{FailureConfig, FailureMode, ResponseConfig};
 
 /// Configured handling of requests and of their responses.
 #[derive(Clone, Debug, Default)]
@@ -18,12 +18,10 @@ pub struct ExchangePolicy {
     pub fails_open_without_prefill: bool,
     /// Models whose engines send the response headers together with the first token.
     pub first_token_with_headers: HashSet<ModelName>,
-    /// Whether responses explain the choice. Formatting the explanation takes a microsecond.
-    pub why_header: bool,
+    /// Headers that describe the route. Formatting the explanation takes a microsecond.
+    pub response_headers: ResponseConfig,
     /// Whether conformance tests may name the candidate endpoints.
     pub conformance: bool,
     /// Whether rejections set llm-d's header with the reason.
     pub dropped_reason_header: bool,
-    /// Whether immediate responses name the routing mode.
-    pub mode_header: bool,
 }

@@ -12,7 +12,7 @@ use tonic::metadata::MetadataMap;
 use tonic::server::StreamingService;
 use tonic::{Request, Response, Status, Streaming};
 use warmroute_core::envoy_names::{FILTER_ROLE, PROBE_FILTER, PROBED_FILTER, RETRY_FILTER};
-use warmroute_metrics::OutcomeLabel;
+use warmroute_metrics::{OutcomeLabel, count_outcome};
 
 use super::exchange::ExchangeStart;
 use super::gateway::GatewayTraits;
@@ -168,11 +168,7 @@ struct OutcomeCounter<'m> {
 
 impl Drop for OutcomeCounter<'_> {
     fn drop(&mut self) {
-        self.family
-            .get_or_create(&OutcomeLabel {
-                outcome: self.outcome,
-            })
-            .inc();
+        count_outcome(self.family, self.outcome);
     }
 }
 

@@ -20,7 +20,7 @@ use tracing::debug;
 use warmroute_core::worker::WorkerEndpoint;
 use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl};
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 
 /// Delays of the repeated aborts. A copy may be several megabytes long, and Envoy may have to
 /// connect first.
@@ -208,11 +208,7 @@ impl AbortClient {
     }
 
     fn count(&self, outcome: &'static str) {
-        self.metrics
-            .prefill
-            .aborts
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.prefill.aborts, outcome);
     }
 }
 

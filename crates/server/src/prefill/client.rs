@@ -25,7 +25,7 @@ use warmroute_core::health::RequestOutcome;
 use warmroute_core::worker::WorkerEndpoint;
 use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_engines::engine_client::{EngineClient, EngineError, ForwardedRequest};
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 
 use super::handoff::{HandoffError, PrefillBody, PrefillResponse};
 
@@ -365,11 +365,7 @@ impl PrefillClient {
     }
 
     fn count(&self, outcome: &'static str) {
-        self.metrics
-            .prefill
-            .calls
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.prefill.calls, outcome);
     }
 }
 

@@ -158,12 +158,14 @@ impl RequestPreprocessor {
             warn!("tokenizer panicked");
             PartialRequest::without_body(api, body.len(), Reason::EncodeFailed)
         });
-        let PartialRequest { fields, blocks, .. } = &partial;
+        let PartialRequest {
+            fields, prompts, ..
+        } = &partial;
         // The time of a partial tokenization says nothing about the time of a whole body.
         if let Some(started) = started
-            && !matches!(blocks.prompt, RoutePrompt::Truncated { .. })
+            && !matches!(prompts.prompt, RoutePrompt::Truncated { .. })
         {
-            let kind = if blocks.is_own_tokenization() {
+            let kind = if prompts.is_own_tokenization() {
                 EncodeKind::Tokenized
             } else {
                 EncodeKind::ParsedOnly
@@ -180,7 +182,7 @@ impl RequestPreprocessor {
                 .push(("engine_tokens", context.engine_wait));
         }
         PartialRequest {
-            blocks: partial.blocks.degrade_without_parity(source),
+            prompts: partial.prompts.degrade_without_parity(source),
             ..partial
         }
     }
@@ -188,7 +190,7 @@ impl RequestPreprocessor {
     /// Returns the session id in a body, if no header can contain it.
     fn session_in_body(&self, context: &HeaderContext, body: &[u8]) -> Option<String> {
         self.parts
-            .session_fields
+            .sessions
             .as_ref()
             .filter(|_| context.is_session_in_body)?
             .id_in_body(body)
@@ -246,9 +248,9 @@ impl RequestPreprocessor {
             reuse,
             token_data,
         };
-        let estimated = untokenized_prompt(&parsed.request.prompt).unwrap_or(unread.blocks);
+        let estimated = untokenized_prompt(&parsed.request.prompt).unwrap_or(unread.prompts);
         let estimate = estimated.prompt.tokens();
-        let blocks = match &fields.resolved {
+        let prompts = match &fields.resolved {
             None if api.workload() == ApiWorkload::None => estimated,
             None => PromptEncoding::estimated(estimate, Reason::UnknownModel),
             Some(_) if parsed.request.prompt == PromptInput::NoPrompt => estimated,
@@ -259,7 +261,7 @@ impl RequestPreprocessor {
             }
         };
         PartialRequest {
-            blocks,
+            prompts,
             fields,
             stage_times: timer.into_times(),
         }

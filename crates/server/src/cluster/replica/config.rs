@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{DurationSetting, Problem, has_credentials};
+use warmroute_settings::{DurationSetting, Problem, all_within, has_credentials};
 
 /// The section `replicas:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -74,12 +74,7 @@ impl ReplicasConfig {
 
     /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
-        let mut problems: Vec<Problem> = self
-            .nats
-            .problems()
-            .into_iter()
-            .map(|problem| problem.within("nats"))
-            .collect();
+        let mut problems: Vec<Problem> = all_within("nats", self.nats.problems()).collect();
         let mut add_problem = |key: &str, text: &str| problems.push(Problem::of(key, text));
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
         if self.group.is_empty() || !self.group.bytes().all(is_plain) {

@@ -21,13 +21,8 @@ use transcript::{describe, describe_one};
 const CHAT: &str = "/v1/chat/completions";
 
 fn options() -> ExchangeOptions {
-    let response_headers = ResponseHeaderOptions {
-        mode: true,
-        ..ResponseHeaderOptions::default()
-    };
     ExchangeOptions {
         body_limit: 200_000,
-        response_headers,
         ..ExchangeOptions::default()
     }
 }
@@ -131,7 +126,7 @@ fn forged_routing_headers_are_removed_or_overwritten() {
         describe(buffered.on_message(forged_headers(CHAT))),
         [removed]
     );
-    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut duplex = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     duplex.on_message(forged_headers(CHAT));
     duplex.on_message(body(b"", true));
     let lines = describe(duplex.on_route(to_worker()));
@@ -140,7 +135,7 @@ fn forged_routing_headers_are_removed_or_overwritten() {
         lines[0],
         format!("request headers content-length=0 {set} -x-warmroute-mode +metadata")
     );
-    let mut passed = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut passed = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     passed.on_message(forged_headers(CHAT));
     passed.on_message(body(b"", true));
     let removed = removed.replace("headers", "headers content-length=0");
@@ -173,7 +168,7 @@ fn hints_of_untrusted_clients_are_removed() {
         BodyMode::Buffered,
         BodyMode::BufferedPartial,
         BodyMode::Streamed,
-        BodyMode::FullDuplex,
+        BodyMode::FullDuplexStreamed,
         BodyMode::Grpc,
     ];
     let removed = |trusted: bool, mode, path: &str, route: RouteTarget| {
@@ -224,7 +219,7 @@ fn exchange_starting_with_body_passes_through() {
         describe(buffered.on_message(body(b"{}", true))),
         ["request body"]
     );
-    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut duplex = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     assert_eq!(
         describe(duplex.on_message(body(b"{}", true))),
         ["request body 2 end"]
@@ -246,7 +241,7 @@ fn timeout_is_extended_only_in_modes_with_timeout() {
     buffered.on_route(to_worker());
     assert_eq!(extension(&buffered), None);
 
-    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut duplex = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     duplex.on_message(headers(CHAT, false));
     duplex.on_message(body(b"{}", true));
     assert_eq!(
@@ -258,7 +253,7 @@ fn timeout_is_extended_only_in_modes_with_timeout() {
 
 #[test]
 fn trailers_without_body_get_one_reply() {
-    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut duplex = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     duplex.on_message(headers(CHAT, false));
     assert_eq!(
         describe(duplex.on_message(ExchangeMessage::RequestTrailers)),

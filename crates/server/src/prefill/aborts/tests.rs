@@ -6,6 +6,7 @@ use reqwest::header::AUTHORIZATION;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
+use warmroute_metrics::OutcomeLabel;
 use warmroute_settings::DurationSetting;
 
 use super::*;

@@ -323,9 +323,9 @@ fn incomplete_bodies(received: &Bytes) -> [(RequestBody, Reason); 2] {
 #[tokio::test]
 async fn incomplete_body_is_routed_by_load_to_its_model() {
     let preprocessor = RequestPreprocessor::new(PreprocessorParts {
-        session_fields: Some(SessionFields {
+        sessions: Some(SessionsConfig {
             body_field: Some("metadata.session".into()),
-            ..SessionFields::default()
+            ..SessionsConfig::default()
         }),
         ..parts_without_tokenizer(ClientsConfig::default())
     });

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use prost::Message as _;
 use tracing::{debug, info, warn};
-use warmroute_metrics::OutcomeLabel;
+use warmroute_metrics::count_outcome;
 
 use super::{ReplicaState, ReplicaSync};
 use crate::cluster::replica::nats::{NatsLink, NatsMessage};
@@ -246,10 +246,6 @@ impl ReplicaSync {
     }
 
     fn count_message(&self, outcome: &'static str) {
-        self.metrics
-            .replicas
-            .messages
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.replicas.messages, outcome);
     }
 }

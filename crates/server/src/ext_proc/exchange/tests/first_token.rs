@@ -174,7 +174,7 @@ fn first_content_is_first_token_in_every_mode() {
     let modes = [
         (BodyMode::Buffered, BodyMode::None),
         (BodyMode::Buffered, BodyMode::Streamed),
-        (BodyMode::FullDuplex, BodyMode::FullDuplex),
+        (BodyMode::FullDuplexStreamed, BodyMode::FullDuplexStreamed),
     ];
     let cases = observed
         .into_iter()
