@@ -88,6 +88,13 @@ impl fmt::Display for ConfigError {
     }
 }
 
+/// Makes relative paths absolute. They are relative to `directory`.
+pub fn resolve_paths<'p>(directory: &Path, paths: impl IntoIterator<Item = &'p mut PathBuf>) {
+    for path in paths {
+        *path = directory.join(&*path);
+    }
+}
+
 /// Serializes a path as text, in which invalid UTF-8 is replaced.
 pub fn serialize_path<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(&path.display())

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_runtime::tls::TlsConfig;
-use warmroute_settings::{ADDRESS_PATTERN, Problem, all_within};
+use warmroute_settings::{ADDRESS_PATTERN, Problem, all_within, resolve_paths};
 
 use super::token::AdminToken;
 
@@ -44,9 +44,7 @@ impl AdminConfig {
         if let Some(tls) = &mut self.tls {
             tls.resolve(directory);
         }
-        if let Some(file) = &mut self.token_file {
-            *file = directory.join(&*file);
-        }
+        resolve_paths(directory, &mut self.token_file);
     }
 
     /// Returns the semantic errors of the configuration. Reads the configured files.

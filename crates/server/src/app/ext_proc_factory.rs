@@ -12,8 +12,7 @@ use crate::dispatch::audit::CacheAudit;
 use crate::ext_proc::config::AssumedBodies;
 use crate::ext_proc::exchange::ExchangeOptions;
 use crate::ext_proc::message::{BodyMode, BodyModes};
-use crate::ext_proc::pipeline::RequestPipeline;
-use crate::ext_proc::policy::ExchangePolicy;
+use crate::ext_proc::pipeline::{ExchangePolicy, RequestPipeline};
 use crate::ext_proc::routing_headers::RoutingHeaders;
 use crate::ext_proc::server::ExtProcServer;
 use crate::ext_proc::service::ExtProcService;
@@ -59,17 +58,17 @@ impl ExtProcFactory {
         let prefill_clients = self.prefill_clients.lock().reconfigure(
             prefills,
             &config.engines.http,
-            self.state.metrics(),
+            &self.state.metrics,
             &self.exchange_tasks,
         )?;
-        let metrics = self.state.metrics().clone();
+        let metrics = self.state.metrics.clone();
         let exchange_config = ExchangeConfig {
             pipeline: RequestPipeline::new(
                 preprocessor,
                 self.dispatcher.clone(),
                 metrics,
                 policy(config),
-                prefill_planner(config, &prefill_clients, self.state.audit()),
+                prefill_planner(config, &prefill_clients, &self.state.audit),
             ),
             options: Arc::new(options(config)),
             upload_timeout: config.requests.limits.upload_timeout.get(),

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{BlockSize, ModelName};
 use warmroute_engines::kv_events::MediaTokens;
-use warmroute_settings::{PathStep, Problem, all_within, describe_missing_file};
+use warmroute_settings::{PathStep, Problem, all_within, describe_missing_file, resolve_paths};
 use warmroute_tokens::prompt::{
     ContentFormatOption, EngineKind, MediaConfig, RenderOptions, TransformersVersion,
 };
@@ -143,9 +143,7 @@ impl ModelConfig {
             self.tokenizer_config.as_mut(),
             self.chat_template.as_mut(),
         ];
-        for file in files.into_iter().flatten() {
-            *file = directory.join(&*file);
-        }
+        resolve_paths(directory, files.into_iter().flatten());
         if let Some(media) = &mut self.multimodal {
             media.resolve(directory);
         }

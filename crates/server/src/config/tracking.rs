@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use warmroute_settings::{MAX_SECRET_FILE, Problem, describe_missing_file, read_regular_file};
+use warmroute_settings::{
+    MAX_SECRET_FILE, Problem, describe_missing_file, read_regular_file, resolve_paths,
+};
 
 use crate::tracking_hash::{TrackingHash, TrackingKey};
 
@@ -36,9 +38,7 @@ pub struct TrackingHashConfig {
 
 impl TrackingHashConfig {
     pub(super) fn resolve(&mut self, directory: &Path) {
-        if let Some(file) = &mut self.key_file {
-            *file = directory.join(&*file);
-        }
+        resolve_paths(directory, &mut self.key_file);
     }
 
     /// Returns the configured hash. Reads the key from its file, if there is one.

@@ -10,7 +10,7 @@ use warmroute_tokens::openai;
 
 use super::config::FailureMode;
 use super::headers;
-use super::policy::ExchangePolicy;
+use super::pipeline::ExchangePolicy;
 use super::reply::ImmediateReply;
 use crate::dispatch::DispatchError;
 use crate::prefill::UncheckedBodyError;

@@ -70,13 +70,8 @@ struct AbortRequest {
 }
 
 impl AbortClient {
-    /// Creates a client, which connects at the first abort.
-    pub fn new(engines: &EnginesConfig, metrics: Arc<Metrics>) -> Result<Arc<Self>, EngineError> {
-        Self::with_tracker(engines, metrics, TaskTracker::new())
-    }
-
-    /// Creates a client whose running aborts count in `task_tracker`.
-    pub fn with_tracker(
+    /// Creates a client, which connects at the first abort. Running aborts count in `task_tracker`.
+    pub fn new(
         engines: &EnginesConfig,
         metrics: Arc<Metrics>,
         task_tracker: TaskTracker,

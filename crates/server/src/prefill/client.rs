@@ -313,7 +313,7 @@ impl PrefillClient {
         let in_flight = InFlightPrefill::begin(self.metrics.clone());
         let sending = Arc::new(SendState::default());
         let started = Instant::now();
-        let (body, pending) = call.body.into_parts();
+        let (body, into_response) = call.body.into_parts();
         let notifying = |body, started_tx| {
             reqwest::Body::wrap(NotifyingBody {
                 body: Some(body),
@@ -350,7 +350,7 @@ impl PrefillClient {
             }
         };
         let answer = answer
-            .map(|answer| pending.response(answer))
+            .map(into_response)
             .map_err(PrefillError::from_engine_error);
         in_flight.finish(
             answer

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tracing::{debug, warn};
@@ -19,14 +19,29 @@ use warmroute_tokens::openai::{
     self, ApiKind, ApiWorkload, MessageReuse, NvExt, ParseError, PromptInput,
 };
 
-use super::body::RequestBody;
 use super::encode_time::{EncodeKind, thread_cpu_time};
 use super::engine_tokens::{EngineTokensClient, EngineTokensResult, RenderQuery};
-use super::header_context::HeaderContext;
 use super::partial_request::{BodyFields, PartialRequest, PromptEncoding, estimate_tokens};
+use super::preprocess::RequestBody;
 use super::preprocessor::RequestPreprocessor;
 use super::prompt_encoder::{ParsedRequest, PromptEncoder, StageTimer, unknown_prompt_reason};
 use crate::dispatch::ResponseReference;
+
+/// Values that are needed to encode the body.
+pub(super) struct HeaderContext {
+    /// Boundary of the parts of a form.
+    pub(super) form_boundary: Option<String>,
+    /// The tenant, which separates caches if the engines read the same header.
+    pub(super) tenant: Option<String>,
+    /// Whether the session id can only be in the body.
+    pub(super) is_session_in_body: bool,
+    /// Tokens that engines computed for the prompt.
+    pub(super) engine_tokens: EngineTokensResult,
+    /// Time spent waiting for engines.
+    pub(super) engine_wait: Duration,
+    /// Deadline of tokenization.
+    pub(super) deadline: Option<Instant>,
+}
 
 impl RequestPreprocessor {
     /// Encodes a body, on this thread or on an encoder thread.

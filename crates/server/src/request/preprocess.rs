@@ -8,9 +8,8 @@ use warmroute_core::policy::Constraints;
 use warmroute_core::router::{Reason, RemoteOverlaps, RoutePrompt, RouteRequest, SharedBlocks};
 use warmroute_tokens::openai::{self, ApiKind, ApiWorkload, NvExt};
 
-use super::body::RequestBody;
+use super::encode::HeaderContext;
 use super::engine_tokens::EngineTokensResult;
-use super::header_context::HeaderContext;
 use super::models::ResolvedModel;
 use super::partial_request::{BodyFields, PartialRequest, PromptEncoding};
 use super::preprocessor::RequestPreprocessor;
@@ -18,6 +17,40 @@ use super::prompt_encoder::PromptEncoder;
 use super::routing_hints::{HeaderLookup, RoutingHints};
 use crate::cluster::remote_index::{OverlapQuery, RemoteIndexClient};
 use crate::dispatch::{RequestSession, ResponseReference};
+
+/// The received part of a request body.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RequestBody {
+    /// The request has no body.
+    Absent,
+    /// The request may have a body, which was not needed or not received.
+    NotReceived,
+    /// The whole body.
+    Whole(Bytes),
+    /// The request may have a body, which is received only after the route was chosen.
+    Streamed,
+    /// The beginning of the body.
+    Truncated {
+        /// The bytes received.
+        received: Bytes,
+        /// The length that the client announced.
+        length: Option<u64>,
+    },
+    /// The beginning of a body that exceeds the limit.
+    TooLarge {
+        /// The bytes received.
+        received: Bytes,
+        /// A lower bound of the body's length.
+        bytes: u64,
+    },
+    /// A body that did not fit into the budget.
+    OverBudget {
+        /// The length of the body in bytes.
+        bytes: usize,
+        /// The model of the body, if a quick search found it.
+        model: Option<String>,
+    },
+}
 
 /// A preprocessed request.
 #[derive(Clone, Debug)]

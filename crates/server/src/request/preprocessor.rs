@@ -137,12 +137,6 @@ impl RequestPreprocessor {
         self.parts.paths.api_of_request(path, headers)
     }
 
-    /// Returns whether the body of a request is read at all. Envoy does not have to send other
-    /// bodies.
-    pub fn wants_body(&self, path: &str, headers: HeaderLookup<'_>) -> bool {
-        self.api(path, headers).is_some_and(ApiKind::wants_body)
-    }
-
     /// Returns the pools by the authority of a call.
     pub fn pool_authorities(&self) -> &PoolAuthorities {
         &self.pool_authorities

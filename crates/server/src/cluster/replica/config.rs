@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{DurationSetting, Problem, all_within, has_credentials};
+use warmroute_settings::{DurationSetting, Problem, all_within, has_credentials, resolve_paths};
 
 /// The section `replicas:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -65,11 +65,8 @@ fn sync_timeout() -> DurationSetting {
 impl ReplicasConfig {
     /// Resolves file names relative to the directory of the configuration file.
     pub fn resolve(&mut self, directory: &Path) {
-        for (_, file) in self.nats.files() {
-            if let Some(file) = file {
-                *file = directory.join(&*file);
-            }
-        }
+        let files = self.nats.files().into_iter();
+        resolve_paths(directory, files.filter_map(|(_, file)| file.as_mut()));
     }
 
     /// Returns the semantic errors of the configuration.

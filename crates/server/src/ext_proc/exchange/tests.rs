@@ -3,7 +3,7 @@
 
 use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use warmroute_core::router::{Mode, RankEndpoint, RouteTarget};
-use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
+use warmroute_core::worker::WorkerRank;
 
 mod any_order;
 mod contract;
@@ -93,10 +93,7 @@ fn response_body(bytes: &[u8], end: bool) -> ExchangeMessage {
 }
 
 fn to_worker() -> RouteTarget {
-    let rank = WorkerRank {
-        worker: WorkerId(u64::MAX),
-        rank: DpRank(3),
-    };
+    let rank = WorkerRank::new(u64::MAX, 3);
     let endpoint = "10.0.0.1:8000".parse().unwrap();
     RouteTarget {
         to: Some(RankEndpoint {

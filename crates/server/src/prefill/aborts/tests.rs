@@ -42,7 +42,7 @@ fn new_client(engines: EnginesConfig) -> (Arc<AbortClient>, Arc<Metrics>, TaskTr
         ..engines
     };
     (
-        AbortClient::with_tracker(&engines, metrics.clone(), tasks.clone()).unwrap(),
+        AbortClient::new(&engines, metrics.clone(), tasks.clone()).unwrap(),
         metrics,
         tasks,
     )

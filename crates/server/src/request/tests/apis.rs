@@ -379,15 +379,3 @@ async fn incomplete_body_is_routed_by_load_to_its_model() {
         }
     }
 }
-
-#[test]
-fn only_needed_bodies_are_requested() {
-    let preprocessor = preprocessor_without_tokenizer(ClientsConfig::default());
-    for (path, wanted) in [
-        ("/v1/completions", true),
-        ("/v1/models", false),
-        ("/favicon.ico", false),
-    ] {
-        assert_eq!(preprocessor.wants_body(path, &|_| None), wanted, "{path}");
-    }
-}

@@ -329,17 +329,3 @@ fn probe_reports_decide_first_token_and_end() {
         assert_eq!(end.contains(&"finished".to_owned()), report != empty);
     }
 }
-
-#[test]
-fn probe_reports_empty_document() {
-    let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
-    exchange.on_message(headers(CHAT, false));
-    exchange.on_message(body(b"{}", true));
-    exchange.on_route(to_worker());
-    exchange.on_message(response(false, false));
-    let report = ContentReport::Ended(MissingContent::Empty);
-    assert_eq!(
-        describe(exchange.on_content_report(report)),
-        ["content missing Empty", "finished"]
-    );
-}
