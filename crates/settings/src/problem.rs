@@ -78,7 +78,8 @@ pub fn all_within(
         .map(move |problem| problem.within(outer.clone()))
 }
 
-/// Returns the problem of a value that must be the name of an HTTP header other than a pseudo-header.
+/// Returns the problem of a value that must be the name of an HTTP header, and not of a
+/// pseudo-header.
 pub fn header_name_problem(at: impl Into<PathStep>, name: &str) -> Option<Problem> {
     let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     if !name.is_empty() && name.bytes().all(is_allowed) {

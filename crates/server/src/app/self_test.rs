@@ -36,8 +36,8 @@ const EVENT_DELAY: Duration = Duration::from_secs(2);
 /// Maximum number of concurrent tests.
 const MAX_CONCURRENT_TESTS: usize = 4;
 
-/// Canaries by model. They are tokenized once per tokenizer, on blocking threads, because that takes
-/// milliseconds.
+/// Canaries by model. They are tokenized once per tokenizer, on blocking threads, because that
+/// takes milliseconds.
 pub(super) type Subjects = HashMap<ModelName, Arc<CanarySuite>>;
 
 /// Loads the subjects of a configuration. Unchanged ones are reused from `before`. There are none

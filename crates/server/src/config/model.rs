@@ -290,39 +290,3 @@ pub(super) fn add_download_hints(problems: &mut [Problem], repositories: &[Optio
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    #[test]
-    fn unsupported_render_options_are_problems() {
-        let defaults = "default_chat_template_kwargs";
-        let excluded = "exclude_tools_when_tool_choice_none";
-        let cases = [
-            (json!({defaults: {"enable_thinking": false}}), None),
-            (
-                json!({"chat_template_content_format": "openai", excluded: true}),
-                None,
-            ),
-            (json!({defaults: {"tools": []}}), Some(defaults)),
-            (json!({defaults: {"tokenize": true}}), Some(defaults)),
-            (
-                json!({"engine": "sglang", defaults: {"x": 1}}),
-                Some(defaults),
-            ),
-            (json!({"engine": "sglang", excluded: true}), Some(excluded)),
-            (json!({"engine": "sglang"}), None),
-        ];
-        for (mut settings, expected) in cases {
-            settings["name"] = "m".into();
-            let model: ModelConfig = serde_json::from_value(settings.clone()).unwrap();
-            let problems = model.problems();
-            let expected: Vec<_> = expected.map(|key| vec![key.into()]).into_iter().collect();
-            let paths: Vec<_> = problems.into_iter().map(|problem| problem.path).collect();
-            assert_eq!(paths, expected, "{settings}");
-        }
-    }
-}

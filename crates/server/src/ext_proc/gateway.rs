@@ -15,8 +15,8 @@ pub struct GatewayTraits {
 
 impl GatewayTraits {
     /// Decides the source of an ambiguous response. After a response with
-    /// `x-envoy-upstream-service-time`, a 503 without it comes from Envoy. Returns whether the source
-    /// is known. Otherwise, the 503 counts as a response of the worker, which is marked as
+    /// `x-envoy-upstream-service-time`, a 503 without it comes from Envoy. Returns whether the
+    /// source is known. Otherwise, the 503 counts as a response of the worker, which is marked as
     /// overloaded and not ejected.
     pub(super) fn decide_source(&self, head: &mut ResponseHead) -> bool {
         if head.has_upstream_time {

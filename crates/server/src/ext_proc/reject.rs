@@ -367,7 +367,7 @@ mod tests {
                 body["error"]["message"].as_str().unwrap().contains(text),
                 "{body}"
             );
-            assert!(answer.headers.is_empty(), "{:?}", answer.headers);
+            assert_eq!(answer.headers, [(headers::MODE, "rejected".to_owned())]);
         }
     }
 }

@@ -352,15 +352,6 @@ mod tests {
     }
 
     #[test]
-    fn authority_problems_are_reported() {
-        let config: PoolRoutesConfig = serde_json::from_str(
-            r#"{"authorities": {"a.b:9002": "p", "a.b.svc": "q", "": "r", "c d": "s", "e.f": ""}}"#,
-        )
-        .unwrap();
-        assert_eq!(config.problems().len(), 4, "{:?}", config.problems());
-    }
-
-    #[test]
     fn pool_header_overrides_rules() {
         let rules = config(
             r#"{"header": "x-pool", "rules": [{"pool": "rest"}, {"pool": "chat", "paths": ["/chat"]}]}"#,

@@ -223,6 +223,8 @@ mod tests {
     fn session_control_opens_and_closes_the_named_session() {
         let fields = SessionsConfig {
             headers: vec!["x-a".into()],
+            parent_headers: Vec::new(),
+            final_headers: Vec::new(),
             ..SessionsConfig::default()
         };
         let request_session = |id: &str, last, idle: Option<u64>| {
