@@ -140,10 +140,8 @@ impl App {
     ) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         metrics.set_build_info(origin.version.number, origin.version.commit_hash());
-        let channel = config
-            .replicas
-            .as_ref()
-            .map(|_| LocalEventChannel::default());
+        let replicas = config.replicas.as_ref();
+        let channel = replicas.map(|_| LocalEventChannel::default());
         let replica_events = channel.as_ref().map(|channel| channel.events.clone());
         let core_listener = Arc::new(CoreListener::for_server(&config, replica_events));
         let dispatcher = parts::dispatcher(&config, rand::random(), &core_listener);
