@@ -8,9 +8,7 @@ use divan::counter::BytesCount;
 use divan::{Bencher, black_box};
 use warmroute_core::router::{Mode, RankEndpoint, RouteTarget};
 use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
-use warmroute_server::ext_proc::exchange::{
-    Effect, Exchange, ExchangeOptions, ExchangeStart, ResponseHeaderOptions,
-};
+use warmroute_server::ext_proc::exchange::{Effect, Exchange, ExchangeOptions, ExchangeStart};
 use warmroute_server::ext_proc::headers::{RequestHead, ResponseHead};
 use warmroute_server::ext_proc::message::{BodyMode, BodyModes, ExchangeMessage};
 use warmroute_server::ext_proc::returned_piece::ExtProcReply;
@@ -56,7 +54,7 @@ fn transcript(request: BodyMode, bytes: usize) -> Vec<ExchangeMessage> {
         end_of_stream: false,
     }];
     let body = Bytes::from(vec![b'x'; bytes]);
-    let size = if request == BodyMode::FullDuplex {
+    let size = if request == BodyMode::FullDuplexStreamed {
         CHUNK
     } else {
         bytes
@@ -85,13 +83,8 @@ fn replies(
     messages: Vec<ExchangeMessage>,
     target: &RouteTarget,
 ) -> Vec<ExtProcReply> {
-    let answers = ResponseHeaderOptions {
-        mode: true,
-        ..ResponseHeaderOptions::default()
-    };
     let options = ExchangeOptions {
         body_limit: 32 << 20,
-        response_headers: answers,
         ..ExchangeOptions::default()
     };
     let mut exchange = Exchange::new(Arc::new(options), ExchangeStart::default());
@@ -122,7 +115,10 @@ fn replies(
     replies
 }
 
-const CASES: [(BodyMode, usize); 2] = [(BodyMode::Buffered, 8_000), (BodyMode::FullDuplex, MB)];
+const CASES: [(BodyMode, usize); 2] = [
+    (BodyMode::Buffered, 8_000),
+    (BodyMode::FullDuplexStreamed, MB),
+];
 
 #[divan::bench(args = [0, 1])]
 fn exchange(bencher: Bencher<'_, '_>, case: usize) {

@@ -85,7 +85,7 @@ impl DecisionPipeline {
                 deadline: Duration::from_secs(10),
             },
             tracking_hash: TrackingHash::Public,
-            session_fields: None,
+            sessions: None,
             shared_cache: None,
             index_client: None,
             token_sources: HashMap::new(),

@@ -85,7 +85,7 @@ impl CheckedSource {
 
     /// Returns the report, and the configuration if it is valid.
     fn check(self, args: &CheckArgs) -> anyhow::Result<(ConfigCheckReport, Option<Config>)> {
-        let flags = args.serve.flags();
+        let flags = args.serve.flags.clone();
         let read = match (&self.path, &self.bytes) {
             (Some(path), Some(bytes)) => Config::parse_all(path, bytes, &flags),
             (Some(path), None) => Config::load_with(path, &flags),

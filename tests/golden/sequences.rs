@@ -316,7 +316,7 @@ impl OtherRouter {
         let log = Arc::new(EventLog(events.clone()));
         let tracker = LoadTracker::with_listener(move || *now.lock(), log);
         let ledger = BookingLedger::new(tracker.clone(), LedgerRules::default());
-        let outbox = ReplicaOutbox::new(ReplicaId(router), format!("router {router}"));
+        let outbox = ReplicaOutbox::new(ReplicaId(router), format!("router {router}"), None);
         Self {
             tracker,
             ledger,

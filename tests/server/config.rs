@@ -20,9 +20,10 @@ use warmroute_engines::shared_cache::SharedCacheConfig;
 use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_runtime::lifecycle::file_watcher::FileWatchTiming;
 use warmroute_server::cluster::remote_index::config::RemoteIndexConfig;
-use warmroute_server::config::{Config, SessionsConfig, WorkerSource};
+use warmroute_server::config::{Config, WorkerSource};
 use warmroute_server::fleet::discovery::WorkerModel;
 use warmroute_server::fleet::discovery::file::{self, WorkersFile};
+use warmroute_server::request::SessionsConfig;
 use warmroute_server::request::engine_tokens::config::EngineTokensConfig;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");

@@ -1,17 +1,20 @@
 //! Workers, their data-parallel ranks, and the addresses Envoy reaches them at. All types are plain
 //! values. Discovery creates them, the fleet arranges them, and all other code only reads them.
 
+mod rank_range;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::SocketAddr;
 use std::num::{NonZeroU16, NonZeroU32};
-use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 
 use serde::de::{self, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use strum::{Display, IntoStaticStr};
+
+pub use rank_range::RankRange;
 
 /// Stable identity of a worker, assigned by discovery: the value of `x-worker-instance-id`. JSON
 /// and YAML contain it as text, because many parsers round numbers above 2^53. Numbers are accepted
@@ -101,6 +104,16 @@ pub struct WorkerRank {
     pub worker: WorkerId,
     /// Rank in the worker.
     pub rank: DpRank,
+}
+
+impl WorkerRank {
+    /// Creates the value from its numbers.
+    pub const fn new(worker: u64, rank: u32) -> Self {
+        Self {
+            worker: WorkerId(worker),
+            rank: DpRank(rank),
+        }
+    }
 }
 
 impl fmt::Display for WorkerRank {
@@ -262,41 +275,6 @@ impl BlockSize {
     }
 }
 
-/// Data-parallel ranks of one worker: `start .. start + size`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct RankRange {
-    /// First rank.
-    pub start: u32,
-    /// Number of ranks.
-    pub size: NonZeroU32,
-}
-
-impl RankRange {
-    /// One rank with number 0: an engine without data parallelism.
-    pub const ONE: RankRange = RankRange {
-        start: 0,
-        size: NonZeroU32::MIN,
-    };
-
-    /// Maximum number of ranks, more than any engine has. A larger number is a configuration error,
-    /// and would allocate huge tables.
-    pub const MAX_SIZE: u32 = 1024;
-
-    /// Iterates over the ranks in order.
-    pub fn iter(self) -> impl Iterator<Item = DpRank> {
-        self.range().map(DpRank)
-    }
-
-    /// Returns whether the rank belongs to the worker.
-    pub fn contains(self, rank: DpRank) -> bool {
-        self.range().contains(&rank.0)
-    }
-
-    fn range(self) -> Range<u32> {
-        self.start..self.start.saturating_add(self.size.get())
-    }
-}
-
 /// Side of a ZMQ connection that binds. vLLM's publisher binds only if its endpoint contains `*`,
 /// `::`, `ipc` or `inproc`. Otherwise it connects, and the subscriber has to bind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -353,12 +331,20 @@ pub enum TransferEnforcement {
 }
 
 /// SGLang bootstrap address, at which decode workers fetch KV from a prefill worker.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields)]
 pub struct BootstrapAddress {
-    /// Host name or address. Defaults to that of the worker's endpoint.
+    /// Host name or address at which decode workers reach it; defaults to the host of the endpoint.
+    #[serde(default)]
     pub host: Option<String>,
-    /// Bootstrap port.
+    /// Bootstrap port (`--disaggregation-bootstrap-port`).
+    #[serde(default = "default_bootstrap_port")]
     pub port: NonZeroU16,
+}
+
+fn default_bootstrap_port() -> NonZeroU16 {
+    BootstrapAddress::DEFAULT_PORT
 }
 
 impl BootstrapAddress {

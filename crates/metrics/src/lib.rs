@@ -233,6 +233,11 @@ fn reasons(values: &[&'static str]) -> Family<ReasonLabel, Counter> {
     family
 }
 
+/// Counts one event with this outcome.
+pub fn count_outcome(counters: &Family<OutcomeLabel, Counter>, outcome: &'static str) {
+    counters.get_or_create(&OutcomeLabel { outcome }).inc();
+}
+
 fn outcome_histograms(values: &[&'static str]) -> Histograms<OutcomeLabel> {
     let family = histograms(seconds);
     values

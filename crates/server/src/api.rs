@@ -37,7 +37,7 @@ use crate::dispatch::Dispatcher;
 use crate::proto::router as pb;
 use crate::proto::router::router_server::{Router, RouterServer};
 use crate::request::RequestPreprocessor;
-use bookings::{BookOutcome, BookingSummary, BookingTable};
+use bookings::BookingTable;
 
 /// Maximum number of fleet watchers. Each receives the whole fleet after every change.
 const MAX_WATCHERS: usize = 256;
@@ -47,17 +47,12 @@ const MAX_WATCHERS: usize = 256;
 pub struct ApiService(Arc<ApiState>);
 
 struct ApiState {
-    preprocessor: Arc<ArcSwap<RequestPreprocessor>>,
-    dispatcher: Arc<Dispatcher>,
-    writers: Arc<RankWriters>,
-    metrics: Arc<Metrics>,
+    parts: ApiDependencies,
     bookings: BookingTable,
     idle_timeout: Duration,
     dumps: Arc<Semaphore>,
     copies: Arc<Semaphore>,
     watchers: Arc<Semaphore>,
-    shutdown: CancellationToken,
-    readiness: Readiness,
 }
 
 /// Components that the service uses.
@@ -79,33 +74,20 @@ pub struct ApiDependencies {
 impl ApiService {
     /// Creates a service without bookings.
     pub fn new(parts: ApiDependencies, config: &ApiConfig) -> Self {
-        let ApiDependencies {
-            preprocessor,
-            dispatcher,
-            writers,
-            metrics,
-            shutdown,
-            readiness,
-        } = parts;
         let bookings = BookingTable::new(
-            dispatcher.router().load().clone(),
+            parts.dispatcher.router().load().clone(),
             config.ledger_rules(),
-            metrics.clone(),
+            parts.metrics.clone(),
         );
         let idle_timeout = config.booking_timeout.get();
         let semaphore = |permits| Arc::new(Semaphore::new(permits));
         Self(Arc::new(ApiState {
-            preprocessor,
-            dispatcher,
-            writers,
-            metrics,
+            parts,
             bookings,
             idle_timeout,
             dumps: semaphore(index_dump::MAX_DUMPS),
             copies: semaphore(index_dump::MAX_DUMPS),
             watchers: semaphore(MAX_WATCHERS),
-            shutdown,
-            readiness,
         }))
     }
 
@@ -138,6 +120,7 @@ impl ApiService {
     ) -> Result<Response<T>, Status> {
         let code = answer.as_ref().err().map_or("OK", ApiError::code_name);
         self.0
+            .parts
             .metrics
             .api
             .calls
@@ -148,18 +131,17 @@ impl ApiService {
 
     async fn handle_route(&self, message: pb::RouteRequest) -> Result<pb::RouteResponse, ApiError> {
         let ApiState {
-            preprocessor,
-            dispatcher,
-            bookings,
-            ..
+            parts, bookings, ..
         } = &*self.0;
+        let dispatcher = &parts.dispatcher;
         let attempt = message
             .book
             .as_ref()
             .map(|book| request::parse_attempt(Some(book)))
             .transpose()?;
         let session = message.session.map(request::parse_session).transpose()?;
-        let query = request::parse_query(&preprocessor.load_full(), message.query, true).await?;
+        let query =
+            request::parse_query(&parts.preprocessor.load_full(), message.query, true).await?;
         let mut request = query.request;
         if let Some(hints) = message.hints {
             request::apply_hints(&mut request, hints)?;
@@ -194,14 +176,8 @@ impl ApiService {
             .confirm_predictions(&mut active.placement);
         // No await from here on: a cancelled call leaves either nothing or a booking that the
         // caller can find by name.
-        Ok(match bookings.store(attempt, active)? {
-            BookOutcome::New(route) => {
-                response::route_to_proto(&route, prompts, pb::BookingOutcome::Booked)
-            }
-            BookOutcome::Existing(route) => {
-                response::route_to_proto(&route, prompts, pb::BookingOutcome::AlreadyBooked)
-            }
-        })
+        let (route, booked) = bookings.store(attempt, active)?;
+        Ok(response::route_to_proto(&route, prompts, booked))
     }
 
     async fn handle_add_request(
@@ -209,16 +185,15 @@ impl ApiService {
         message: pb::AddRequestRequest,
     ) -> Result<pb::AddRequestResponse, ApiError> {
         let ApiState {
-            preprocessor,
-            dispatcher,
-            bookings,
-            ..
+            parts, bookings, ..
         } = &*self.0;
+        let dispatcher = &parts.dispatcher;
         let attempt = request::parse_attempt(message.attempt.as_ref())?;
         let rank = request::parse_rank(message.worker)?;
-        let mut request = request::parse_query(&preprocessor.load_full(), message.query, false)
-            .await?
-            .request;
+        let mut request =
+            request::parse_query(&parts.preprocessor.load_full(), message.query, false)
+                .await?
+                .request;
         request::apply_overrides(&mut request, message.overrides.as_ref())?;
         let options = ExternalRouteOptions {
             has_remote_prefill: !message.prefills.unwrap_or(true),
@@ -236,19 +211,11 @@ impl ApiService {
         let external = router
             .prepare_external(request, rank, options)
             .ok_or(LedgerError::NotServing { rank })?;
-        let (added, booked) = match bookings.add_external(attempt, &external, router)? {
-            BookOutcome::New(added) => (added, pb::BookingOutcome::Booked),
-            BookOutcome::Existing(added) => (added, pb::BookingOutcome::AlreadyBooked),
-        };
-        let BookingSummary {
-            prefill_tokens,
-            prompt_blocks,
-            ..
-        } = added;
+        let (added, booked) = bookings.add_external(attempt, &external, router)?;
         Ok(pb::AddRequestResponse {
             booked: booked.into(),
-            prefill_tokens,
-            prompt_blocks,
+            prefill_tokens: added.prefill_tokens,
+            prompt_blocks: added.prompt_blocks,
         })
     }
 
@@ -260,7 +227,7 @@ impl ApiService {
         let change = self
             .0
             .bookings
-            .mark_prefill_completed(attempt, self.0.dispatcher.router())?;
+            .mark_prefill_completed(attempt, self.0.parts.dispatcher.router())?;
         Ok(pb::MarkPrefillCompletedResponse {
             changed: change == LedgerChange::Applied,
         })
@@ -291,7 +258,7 @@ impl ApiService {
         let change = self
             .0
             .bookings
-            .free(attempt, status, self.0.dispatcher.router());
+            .free(attempt, status, self.0.parts.dispatcher.router());
         Ok(pb::FreeResponse {
             changed: change == LedgerChange::Applied,
         })
@@ -301,7 +268,7 @@ impl ApiService {
         &self,
         message: pb::OverlapScoresRequest,
     ) -> Result<pb::OverlapScoresResponse, ApiError> {
-        let preprocessor = self.0.preprocessor.load_full();
+        let preprocessor = self.0.parts.preprocessor.load_full();
         let query_shared_cache = message.include_shared.unwrap_or(true);
         let mut request = request::parse_query(&preprocessor, message.query, query_shared_cache)
             .await?
@@ -318,7 +285,7 @@ impl ApiService {
             .first()
             .map_or(0, |hashes| hashes.block_size().0.get());
         let prompt_blocks = blocks.iter().map(|hashes| hashes.len() as u64).sum();
-        let estimates = self.0.dispatcher.router().estimate_all(request)?;
+        let estimates = self.0.parts.dispatcher.router().estimate_all(request)?;
         let ranks = estimates
             .iter()
             .map(response::overlap_score_to_proto)
@@ -335,7 +302,7 @@ impl ApiService {
         &self,
         message: pb::PotentialLoadsRequest,
     ) -> Result<pb::PotentialLoadsResponse, ApiError> {
-        let router = self.0.dispatcher.router();
+        let router = self.0.parts.dispatcher.router();
         if message.query.is_none() {
             let mut loads = router.load().snapshot();
             loads.sort_by_key(|load| load.rank);
@@ -344,7 +311,7 @@ impl ApiService {
             });
         }
         let mut request =
-            request::parse_query(&self.0.preprocessor.load_full(), message.query, true)
+            request::parse_query(&self.0.parts.preprocessor.load_full(), message.query, true)
                 .await?
                 .request;
         request::apply_overrides(&mut request, message.overrides.as_ref())?;

@@ -23,7 +23,6 @@ mod parts;
 mod poll_config;
 mod reload;
 mod self_test;
-mod self_test_subjects;
 mod servers;
 mod settings_poller;
 mod source_task;
@@ -141,7 +140,8 @@ impl App {
     ) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         metrics.set_build_info(origin.version.number, origin.version.commit_hash());
-        let channel = config.replicas.as_ref().map(|_| LocalEventChannel::new());
+        let replicas = config.replicas.as_ref();
+        let channel = replicas.map(|_| LocalEventChannel::default());
         let replica_events = channel.as_ref().map(|channel| channel.events.clone());
         let core_listener = Arc::new(CoreListener::for_server(&config, replica_events));
         let dispatcher = parts::dispatcher(&config, rand::random(), &core_listener);

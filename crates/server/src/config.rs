@@ -5,27 +5,19 @@
 mod advice;
 mod canary_headers;
 mod check;
-mod engine_discovery;
-mod engine_load;
 mod engines;
 mod flags;
 mod freshness;
-mod health;
 mod index;
-mod kv_events;
 mod listeners;
-mod log;
 mod model;
 mod overload;
 mod policy;
-mod pool;
 mod predict;
 mod process;
 mod reload;
 mod requests;
 mod routing;
-mod schema;
-mod sessions;
 mod tracking;
 mod workers;
 
@@ -40,40 +32,35 @@ use warmroute_core::policy::{DisaggregationConfig, PolicySettings};
 use warmroute_core::router::RouterSettings;
 use warmroute_core::worker::{ModelName, Worker};
 use warmroute_settings::{
-    ConfigError, MAX_SETTINGS_FILE, Problem, SettingsDocument, escape_references, read_regular_file,
+    ConfigError, MAX_SETTINGS_FILE, Problem, SettingsDocument, escape_references,
+    read_regular_file, resolve_paths, settings_schema,
 };
 
 use crate::cluster::replica::config::ReplicasConfig;
 use crate::dispatch::queue::config::QueueConfig;
 use crate::ext_proc::config::GatewayConfig;
+use crate::fleet::discovery::config::WorkerConfig;
 use crate::fleet::discovery::dns::DnsConfig;
 use crate::fleet::discovery::kubernetes::{KubernetesConfig, PodsConfig};
 use crate::fleet::discovery::{self, WorkerModel};
 use crate::fleet::xds::config::EnvoyConfig;
 use crate::prefill::PrefillMode;
+use crate::request::SessionsConfig;
 
 pub use advice::Advice;
 pub use canary_headers::CanaryHeaders;
-pub use engine_discovery::EngineDiscoveryConfig;
-pub use engine_load::EngineLoadConfig;
-pub use engines::EnginesSection;
+pub use engines::{EngineDiscoveryConfig, EngineLoadConfig, EnginesSection, KvEventsLimits};
 pub use flags::ServeFlags;
 pub use freshness::{FreshnessConfig, SilenceConfig};
-pub use health::HealthConfig;
 pub use index::IndexSection;
-pub use kv_events::KvEventsLimits;
 pub use listeners::ListenersSection;
-pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::{FirstToken, ModelConfig};
 pub use overload::OverloadConfig;
-pub use pool::PoolConfig;
 pub use predict::{ApproximateConfig, ApproximatePolicy};
-pub use process::ProcessSection;
+pub use process::{LogConfig, LogFormat, LogLevel, PoolConfig, ProcessSection};
 pub use reload::ReloadedConfig;
 pub use requests::RequestsSection;
-pub use routing::RoutingSection;
-pub use schema::{config_schema, workers_schema};
-pub use sessions::{AffinityMode, SessionsConfig};
+pub use routing::{HealthConfig, RoutingSection};
 pub use tracking::{TrackingFamily, TrackingHashConfig};
 pub use workers::WorkersSection;
 
@@ -355,19 +342,12 @@ impl Config {
         for model in &mut self.models {
             model.resolve(directory);
         }
-        if let Some(file) = &mut self.workers.file {
-            *file = directory.join(&*file);
-        }
+        resolve_paths(directory, &mut self.workers.file);
         if let Some(envoy) = &mut self.envoy {
             envoy.resolve(directory);
         }
-        if let Some(file) = self
-            .workers
-            .kubernetes
-            .as_mut()
-            .and_then(|kubernetes| kubernetes.kubeconfig.as_mut())
-        {
-            *file = directory.join(&*file);
+        if let Some(kubernetes) = &mut self.workers.kubernetes {
+            resolve_paths(directory, &mut kubernetes.kubeconfig);
         }
         if let Some(replicas) = &mut self.replicas {
             replicas.resolve(directory);
@@ -410,4 +390,14 @@ fn escape_texts(value: &mut Value) {
         Value::Object(entries) => entries.values_mut().for_each(escape_texts),
         _ => {}
     }
+}
+
+/// Returns the JSON Schema of the configuration file.
+pub fn config_schema() -> String {
+    settings_schema::<Config>("Configuration of warmroute")
+}
+
+/// Returns the JSON Schema of the workers file.
+pub fn workers_schema() -> String {
+    settings_schema::<Vec<WorkerConfig>>("Workers of warmroute")
 }

@@ -15,7 +15,6 @@ pub mod message;
 pub mod metadata;
 pub mod mutation;
 pub mod pipeline;
-pub mod policy;
 mod probe;
 pub mod reject;
 pub mod reply;

@@ -19,7 +19,7 @@ mod retry;
 
 pub use aborts::AbortClient;
 pub use client::{PrefillCall, PrefillClient, PrefillError};
-pub use clients::{PrefillClients, PrefillClientsError};
+pub use clients::PrefillClients;
 pub use config::{KvTransferProtocol, PrefillConfig, PrefillMode};
 pub use fallback::{PrefillRequest, PrefilledRequest, SequentialPrefill};
 pub use handoff::{

@@ -3,14 +3,12 @@
 //! failure degrades the route by one step with its reason, and never causes an error for the
 //! client.
 
-mod body;
 mod cluster_rules;
 pub mod config;
 mod encode;
 mod encode_time;
 mod encoder_pool;
 pub mod engine_tokens;
-mod header_context;
 mod large_bodies;
 mod models;
 mod partial_request;
@@ -23,14 +21,13 @@ mod routing_hints;
 mod sessions;
 mod shared_cache;
 
-pub use body::RequestBody;
 pub use cluster_rules::{ClusterRules, SharedClusterRules};
 pub use models::{ConfiguredModel, ModelRegistry, ResolvedModel};
-pub use preprocess::PreprocessedRequest;
+pub use preprocess::{PreprocessedRequest, RequestBody};
 pub use preprocessor::{EncodeLimits, NvExtScope, PreprocessorParts, RequestPreprocessor};
 pub use rewrite::{RequestedModel, RewriteRules, RewrittenBody};
 pub use routing_hints::{HeaderLookup, RoutingHints, hint_headers};
-pub use sessions::SessionFields;
+pub use sessions::SessionsConfig;
 pub use shared_cache::SharedCacheLookup;
 
 #[cfg(test)]

@@ -82,7 +82,7 @@ fn read_config(
     args: &ServeArgs,
     reload: &Arc<Notify>,
 ) -> (Result<Config, Vec<ConfigError>>, Option<ConfigFile>) {
-    let flags = args.flags();
+    let flags = args.flags.clone();
     let Some(path) = path.map(Path::to_owned) else {
         return (Config::of_flags(&flags), None);
     };

@@ -28,7 +28,9 @@ pub use files::{
     MAX_SECRET_FILE, MAX_SETTINGS_FILE, describe_missing_file, open_regular_file, read_limited,
     read_regular_file,
 };
-pub use problem::{PathStep, Problem, SourcePosition};
+pub use problem::{
+    PathStep, Problem, SourcePosition, all_within, header_name_problem, header_name_problems,
+};
 pub use schema::{ADDRESS_PATTERN, settings_schema};
 pub use tree::{YamlNode, YamlValue};
 pub use units::{ByteSize, DurationSetting, format_elapsed};
@@ -86,17 +88,16 @@ impl fmt::Display for ConfigError {
     }
 }
 
+/// Makes relative paths absolute. They are relative to `directory`.
+pub fn resolve_paths<'p>(directory: &Path, paths: impl IntoIterator<Item = &'p mut PathBuf>) {
+    for path in paths {
+        *path = directory.join(&*path);
+    }
+}
+
 /// Serializes a path as text, in which invalid UTF-8 is replaced.
 pub fn serialize_path<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(&path.display())
-}
-
-/// Returns whether `name` is the name of an HTTP header that is not a pseudo-header.
-pub fn is_header_name(name: &str) -> bool {
-    !name.is_empty()
-        && name
-            .bytes()
-            .all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
 }
 
 /// Returns the name in `known` that is most similar to `word`, for the hint "did you mean". Returns

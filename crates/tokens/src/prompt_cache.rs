@@ -10,7 +10,7 @@ use hashbrown::HashMap;
 use highway::{HighwayHash as _, HighwayHasher, Key};
 use parking_lot::Mutex;
 
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 
 /// Number of pieces that are read or evicted under one lock.
 const LOCK_BATCH: usize = 64;
@@ -215,11 +215,7 @@ impl PromptCache {
 
     /// Counts a prompt by outcome.
     pub(crate) fn record_outcome(&self, outcome: &'static str) {
-        self.metrics
-            .tokens
-            .prompt_cache_lookups
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.tokens.prompt_cache_lookups, outcome);
     }
 
     fn report(&self) {

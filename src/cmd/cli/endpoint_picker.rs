@@ -50,7 +50,7 @@ mod tests {
             panic!("unexpected command")
         };
         assert_eq!(args.config, Some(PathBuf::from("w.yaml")));
-        Ok(args.flags())
+        Ok(args.flags)
     }
 
     #[test]
@@ -66,10 +66,10 @@ mod tests {
         assert_eq!(
             (
                 args.config.as_ref(),
-                args.pool_name.as_deref(),
-                args.verbosity
+                args.flags.pool_name.as_deref(),
+                args.flags.log_level
             ),
-            (None, Some("p"), Some(4))
+            (None, Some("p"), Some(LogLevel::Debug))
         );
         assert!(matches!(
             read(&["-c", "w.yaml"]).unwrap().command,

@@ -122,7 +122,7 @@ fn preprocessor(
             deadline: Duration::from_secs(60),
         },
         tracking_hash: TrackingHash::Public,
-        session_fields: None,
+        sessions: None,
         shared_cache: None,
         index_client: None,
         token_sources: Default::default(),

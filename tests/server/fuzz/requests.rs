@@ -14,7 +14,7 @@ use warmroute_core::worker::BlockSize;
 use warmroute_server::request::config::ClientsConfig;
 use warmroute_server::request::{
     ConfiguredModel, EncodeLimits, ModelRegistry, NvExtScope, PreprocessedRequest,
-    PreprocessorParts, RequestBody, RequestPreprocessor, SessionFields,
+    PreprocessorParts, RequestBody, RequestPreprocessor, SessionsConfig,
 };
 use warmroute_server::tracking_hash::TrackingHash;
 use warmroute_tokens::openai::{ApiPaths, ApiWorkload};
@@ -112,11 +112,12 @@ fn preprocessor(trusted: bool, named: bool) -> Arc<RequestPreprocessor> {
             deadline: Duration::MAX,
         },
         tracking_hash: TrackingHash::Public,
-        session_fields: Some(SessionFields {
+        sessions: Some(SessionsConfig {
             headers: vec!["x-session".to_owned()],
             body_field: Some("metadata.session".to_owned()),
             parent_headers: vec!["x-parent".to_owned()],
             final_headers: vec!["x-final".to_owned()],
+            ..SessionsConfig::default()
         }),
         shared_cache: None,
         index_client: None,

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::certificate::{CertificateMaterial, CertificateSource};
-use warmroute_settings::{Problem, describe_missing_file};
+use warmroute_settings::{Problem, describe_missing_file, resolve_paths};
 
 /// File names in a certificate directory, as in a Kubernetes TLS secret.
 const CERT_DIR_FILES: (&str, &str) = ("tls.crt", "tls.key");
@@ -42,9 +42,7 @@ impl TlsConfig {
             &mut self.cert_dir,
             &mut self.client_ca,
         ];
-        for file in files.into_iter().flatten() {
-            *file = directory.join(&*file);
-        }
+        resolve_paths(directory, files.into_iter().flatten());
     }
 
     /// Returns semantic errors. Reads the files.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_runtime::tls::TlsConfig;
-use warmroute_settings::{ADDRESS_PATTERN, Problem};
+use warmroute_settings::{ADDRESS_PATTERN, Problem, all_within, resolve_paths};
 
 use super::token::AdminToken;
 
@@ -44,20 +44,14 @@ impl AdminConfig {
         if let Some(tls) = &mut self.tls {
             tls.resolve(directory);
         }
-        if let Some(file) = &mut self.token_file {
-            *file = directory.join(&*file);
-        }
+        resolve_paths(directory, &mut self.token_file);
     }
 
     /// Returns the semantic errors of the configuration. Reads the configured files.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if let Some(tls) = &self.tls {
-            problems.extend(
-                tls.problems()
-                    .into_iter()
-                    .map(|problem| problem.within("tls")),
-            );
+            problems.extend(all_within("tls", tls.problems()));
         }
         if let Some(file) = &self.token_file
             && let Err(error) = AdminToken::hash_file(file)

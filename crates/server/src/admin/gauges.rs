@@ -173,59 +173,48 @@ fn refresh_model_latency(metrics: &LatencyMetrics, model: &ModelCalibration) {
 
 /// Sets the gauges of the KV event sources. Series of removed ranks disappear.
 fn refresh_sources(metrics: &Metrics, router: &Router) {
-    let lag = &metrics.kv_events.source_lag_seconds;
-    let age = &metrics.kv_events.source_last_event_age_seconds;
-    let gaps = &metrics.kv_events.source_gaps;
-    let lost = &metrics.kv_events.source_lost_batches;
-    let stale_blocks = &metrics.kv_events.source_stale_blocks;
-    metrics.kv_events.source_freshness.clear();
-    lag.clear();
-    age.clear();
-    gaps.clear();
-    lost.clear();
-    stale_blocks.clear();
+    let events = &metrics.kv_events;
+    events.source_freshness.clear();
+    events.source_lag_seconds.clear();
+    events.source_last_event_age_seconds.clear();
+    events.source_gaps.clear();
+    events.source_lost_batches.clear();
+    events.source_stale_blocks.clear();
     let now = WallTime::from(SystemTime::now()).as_unix_seconds();
     for member in router.fleet().members() {
         let label = RankLabels::new(member.rank, Some(member.worker.role));
         let freshness = router.source_status(member.rank).freshness;
         let labels = RankFreshnessLabels::new(&label, freshness.as_str());
-        metrics
-            .kv_events
-            .source_freshness
-            .get_or_create(&labels)
-            .set(1);
+        events.source_freshness.get_or_create(&labels).set(1);
         let Some(facts) = router.sources().facts(member.rank) else {
             continue;
         };
         if let Some(seconds) = facts.lag_seconds {
-            lag.get_or_create(&label).set(seconds);
+            let lag = events.source_lag_seconds.get_or_create(&label);
+            lag.set(seconds);
         }
         if let Some(last) = facts.last_event {
-            age.get_or_create(&label).set(now - last.as_unix_seconds());
+            let age = events.source_last_event_age_seconds.get_or_create(&label);
+            age.set(now - last.as_unix_seconds());
         }
-        gaps.get_or_create(&label).inc_by(facts.gaps);
-        lost.get_or_create(&label).inc_by(facts.lost_batches);
-        stale_blocks
-            .get_or_create(&label)
-            .set(to_gauge(facts.stale_blocks));
+        let gaps = events.source_gaps.get_or_create(&label);
+        gaps.inc_by(facts.gaps);
+        let lost = events.source_lost_batches.get_or_create(&label);
+        lost.inc_by(facts.lost_batches);
+        let stale_blocks = events.source_stale_blocks.get_or_create(&label);
+        stale_blocks.set(to_gauge(facts.stale_blocks));
     }
-    metrics.workers.engine_setting_mismatches.clear();
+    let mismatch_counts = &metrics.workers.engine_setting_mismatches;
+    mismatch_counts.clear();
     for setting in warmroute_core::engine_settings::COMPARED_SETTINGS {
         metrics.start_setting_at_zero(setting);
     }
-    for mismatch in router
-        .sources()
-        .all_engine_settings()
-        .values()
-        .flat_map(|(_, mismatches)| mismatches)
-    {
-        metrics
-            .workers
-            .engine_setting_mismatches
-            .get_or_create(&SettingLabel {
-                setting: mismatch.setting,
-            })
-            .inc();
+    let settings = router.sources().all_engine_settings();
+    for mismatch in settings.values().flat_map(|(_, mismatches)| mismatches) {
+        let label = SettingLabel {
+            setting: mismatch.setting,
+        };
+        mismatch_counts.get_or_create(&label).inc();
     }
 }
 
@@ -243,28 +232,22 @@ fn refresh_predictions(metrics: &Metrics, router: &Router) {
 }
 
 fn refresh_queue(metrics: &Metrics, dispatcher: &Dispatcher) {
-    metrics.queue.outcomes.clear();
+    let metrics = &metrics.queue;
+    metrics.outcomes.clear();
     for status in dispatcher.queue().class_statuses() {
         let label = ClassLabel {
             class: status.class.to_string().into(),
         };
         let depth = status.depth;
         let counters = status.counters;
-        metrics
-            .queue
-            .requests
-            .get_or_create(&label)
-            .set(to_gauge(depth.requests));
-        metrics
-            .queue
-            .prompt_tokens
-            .get_or_create(&label)
-            .set(to_gauge(depth.prompt_tokens));
-        metrics
-            .queue
-            .cached_tokens
-            .get_or_create(&label)
-            .set(to_gauge(depth.cached_tokens));
+        let depths = [
+            (&metrics.requests, depth.requests),
+            (&metrics.prompt_tokens, depth.prompt_tokens),
+            (&metrics.cached_tokens, depth.cached_tokens),
+        ];
+        for (family, depth) in depths {
+            family.get_or_create(&label).set(to_gauge(depth));
+        }
         let outcomes = [
             ("admitted", counters.waited),
             ("request_limit", counters.over_requests),
@@ -278,35 +261,34 @@ fn refresh_queue(metrics: &Metrics, dispatcher: &Dispatcher) {
                 class: label.class.clone(),
                 outcome,
             };
-            metrics.queue.outcomes.get_or_create(&labels).inc_by(count);
+            metrics.outcomes.get_or_create(&labels).inc_by(count);
         }
     }
 }
 
 /// Sets the gauges of the worker ranks. Series of removed ranks disappear.
 fn refresh_ranks(metrics: &Metrics, router: &Router) {
-    let blocks = &metrics.workers.active_decode_blocks;
-    let prefill = &metrics.workers.active_prefill_tokens;
-    let requests = &metrics.workers.active_requests;
-    let cached = &metrics.workers.cached_blocks;
-    for family in [blocks, prefill, requests] {
-        family.clear();
-    }
-    cached.clear();
-    metrics.workers.cached_blocks_limit.clear();
+    let metrics = &metrics.workers;
+    let families = [
+        &metrics.active_decode_blocks,
+        &metrics.active_prefill_tokens,
+        &metrics.active_requests,
+    ];
+    families.into_iter().for_each(Family::clear);
+    metrics.cached_blocks.clear();
+    metrics.cached_blocks_limit.clear();
     let slots = router.index().stats().slots;
     let slots: HashMap<_, _> = slots.iter().map(|slot| (slot.slot, slot)).collect();
     for load in router.load().snapshot() {
         let label = rank_labels(router, load.rank);
-        blocks
-            .get_or_create(&label)
-            .set(to_gauge(load.active_blocks));
-        prefill
-            .get_or_create(&label)
-            .set(to_gauge(load.active_prefill_tokens));
-        requests
-            .get_or_create(&label)
-            .set(to_gauge(load.active_requests));
+        let values = [
+            load.active_blocks,
+            load.active_prefill_tokens,
+            load.active_requests,
+        ];
+        for (family, value) in families.into_iter().zip(values) {
+            family.get_or_create(&label).set(to_gauge(value));
+        }
         // A rank without an event source has no entry in the index. Its gauge is absent, because an
         // unknown value is not zero.
         let Some(slot) = slots.get(&load.slot) else {
@@ -320,12 +302,11 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
                 continue;
             }
             let labels = RankTierLabels::new(&label, tier);
-            cached.get_or_create(&labels).set(to_gauge(count));
-            metrics
-                .workers
-                .cached_blocks_limit
-                .get_or_create(&labels)
-                .set(to_gauge(slot.limits.for_tier(tier)));
+            let limit = to_gauge(slot.limits.for_tier(tier));
+            let cached = metrics.cached_blocks.get_or_create(&labels);
+            cached.set(to_gauge(count));
+            let allowed = metrics.cached_blocks_limit.get_or_create(&labels);
+            allowed.set(limit);
         }
     }
 }

@@ -14,7 +14,7 @@ use axum::response::{IntoResponse as _, Response};
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 use warmroute_runtime::tls::FileBacked;
 use warmroute_settings::{MAX_SECRET_FILE, read_regular_file};
 
@@ -70,11 +70,7 @@ impl AdminToken {
     }
 
     fn count_reload(&self, outcome: &'static str) {
-        self.metrics
-            .listeners
-            .admin_token_reloads
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.listeners.admin_token_reloads, outcome);
     }
 }
 
@@ -132,6 +128,8 @@ async fn check_token(
 
 #[cfg(test)]
 mod tests {
+    use warmroute_metrics::OutcomeLabel;
+
     use super::*;
 
     fn headers(values: &[&str]) -> HeaderMap {

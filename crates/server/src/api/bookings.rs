@@ -17,16 +17,15 @@ use warmroute_metrics::Metrics;
 
 use super::error::ApiError;
 use crate::dispatch::{ActiveRequest, log_health_changes};
+use crate::proto::router::BookingOutcome;
 
 /// Table of all bookings.
 pub(super) struct BookingTable {
-    state: Mutex<LedgerState>,
+    ledger: Mutex<ExtrasLedger>,
     metrics: Arc<Metrics>,
 }
 
-struct LedgerState {
-    ledger: BookingLedger<BookingExtras>,
-}
+type ExtrasLedger = BookingLedger<BookingExtras>;
 
 /// Guards and results of a request beside its reservation.
 #[derive(Default)]
@@ -70,21 +69,10 @@ impl BookingSummary {
     }
 }
 
-/// Outcome of a booking.
-#[derive(Clone, Debug)]
-pub(super) enum BookOutcome<T> {
-    /// The call booked the request.
-    New(T),
-    /// An earlier call of the same attempt booked it.
-    Existing(T),
-}
-
 impl BookingTable {
     pub(super) fn new(load: Arc<LoadTracker>, rules: LedgerRules, metrics: Arc<Metrics>) -> Self {
         Self {
-            state: Mutex::new(LedgerState {
-                ledger: BookingLedger::new(load, rules),
-            }),
+            ledger: Mutex::new(BookingLedger::new(load, rules)),
             metrics,
         }
     }
@@ -95,7 +83,7 @@ impl BookingTable {
         &self,
         attempt: RequestAttempt<'_>,
     ) -> Result<Option<Arc<Route>>, ApiError> {
-        self.update(|state| state.find_route(attempt))
+        self.update(|ledger| find_route(ledger, attempt))
     }
 
     /// Stores the booking of a routed request. If the same attempt was booked in the meantime, that
@@ -104,7 +92,7 @@ impl BookingTable {
         &self,
         attempt: RequestAttempt<'_>,
         active: ActiveRequest,
-    ) -> Result<BookOutcome<Arc<Route>>, ApiError> {
+    ) -> Result<(Arc<Route>, BookingOutcome), ApiError> {
         let ActiveRequest {
             placement:
                 Placement {
@@ -119,12 +107,13 @@ impl BookingTable {
         } = active;
         let route = Arc::new(route);
         let summary = reservation.bookings().next().map(BookingSummary::new);
-        self.update(|state| {
-            if let Some(route) = state.find_route(attempt)? {
-                return Ok(BookOutcome::Existing(route));
+        self.update(|ledger| {
+            if let Some(route) = find_route(ledger, attempt)? {
+                return Ok((route, BookingOutcome::AlreadyBooked));
             }
-            state.ledger.adopt(attempt, reservation)?;
-            state.set_extras(
+            ledger.adopt(attempt, reservation)?;
+            set_extras(
+                ledger,
                 attempt,
                 BookingExtras {
                     route: Some(route.clone()),
@@ -134,7 +123,7 @@ impl BookingTable {
                     _session: session,
                 },
             );
-            Ok(BookOutcome::New(route))
+            Ok((route, BookingOutcome::Booked))
         })
     }
 
@@ -144,22 +133,23 @@ impl BookingTable {
         attempt: RequestAttempt<'_>,
         external: &ExternalBooking,
         router: &Router,
-    ) -> Result<BookOutcome<BookingSummary>, ApiError> {
-        self.update(|state| {
+    ) -> Result<(BookingSummary, BookingOutcome), ApiError> {
+        self.update(|ledger| {
             if let Some(AttemptState::Booked(_, extras) | AttemptState::Ended(extras)) =
-                state.ledger.attempt_state(attempt)
+                ledger.attempt_state(attempt)
                 && let Some(summary) = extras.summary
             {
                 if summary.rank != external.booking.rank {
                     return Err(rank_mismatch_error(attempt, summary.rank));
                 }
-                state.ledger.touch(attempt);
-                return Ok(BookOutcome::Existing(summary));
+                ledger.touch(attempt);
+                return Ok((summary, BookingOutcome::AlreadyBooked));
             }
-            state.ledger.add(attempt, vec![external.booking.clone()])?;
+            ledger.add(attempt, vec![external.booking.clone()])?;
             let summary = BookingSummary::new(&external.booking);
             let predictions = router.predict_external(external);
-            state.set_extras(
+            set_extras(
+                ledger,
                 attempt,
                 BookingExtras {
                     summary: Some(summary),
@@ -167,7 +157,7 @@ impl BookingTable {
                     ..BookingExtras::default()
                 },
             );
-            Ok(BookOutcome::New(summary))
+            Ok((summary, BookingOutcome::Booked))
         })
     }
 
@@ -178,8 +168,8 @@ impl BookingTable {
         attempt: RequestAttempt<'_>,
         router: &Router,
     ) -> Result<LedgerChange, ApiError> {
-        self.update(|state| {
-            let (reservation, mut tracked) = match state.ledger.attempt_state(attempt) {
+        self.update(|ledger| {
+            let (reservation, mut tracked) = match ledger.attempt_state(attempt) {
                 Some(AttemptState::Booked(reservation, extras)) => {
                     (reservation, std::mem::take(&mut extras.tracked))
                 }
@@ -187,7 +177,7 @@ impl BookingTable {
                 None => return Err(not_booked_error(attempt)),
             };
             let ranks: Vec<_> = reservation.booked_slots().map(|(_, rank)| rank).collect();
-            let change = state.ledger.mark_prefill_completed(attempt);
+            let change = ledger.mark_prefill_completed(attempt);
             if change == LedgerChange::Applied || !tracked.is_empty() {
                 report_status(router, &ranks, &mut tracked, 200);
             }
@@ -200,12 +190,12 @@ impl BookingTable {
         attempt: RequestAttempt<'_>,
         fraction: Option<f64>,
     ) -> Result<(), ApiError> {
-        self.update(|state| {
-            match state.ledger.attempt_state(attempt) {
+        self.update(|ledger| {
+            match ledger.attempt_state(attempt) {
                 Some(AttemptState::Booked(_, extras)) => extras.predictions.add_output_block(),
                 Some(AttemptState::Ended(_)) | None => return Err(not_booked_error(attempt)),
             }
-            state.ledger.add_output_block(attempt, fraction);
+            ledger.add_output_block(attempt, fraction);
             Ok(())
         })
     }
@@ -217,30 +207,29 @@ impl BookingTable {
         status: Option<u16>,
         router: &Router,
     ) -> LedgerChange {
-        self.update(|state| {
-            if let Some(AttemptState::Booked(reservation, extras)) =
-                state.ledger.attempt_state(attempt)
+        self.update(|ledger| {
+            if let Some(AttemptState::Booked(reservation, extras)) = ledger.attempt_state(attempt)
                 && let (Some(rank), Some(status)) = (reservation.rank(), status)
             {
                 let mut tracked = std::mem::take(&mut extras.tracked);
                 report_status(router, &[rank], &mut tracked, status);
             }
-            state.ledger.free(attempt)
+            ledger.free(attempt)
         })
     }
 
     /// Releases expired bookings and returns their number.
     pub(super) fn expire(&self) -> usize {
-        self.update(|state| state.ledger.expire())
+        self.update(|ledger| ledger.expire())
     }
 
     /// Runs a change under the lock. The ledger may drop reservations in any call, so the metrics
     /// are updated afterwards.
-    fn update<T>(&self, change: impl FnOnce(&mut LedgerState) -> T) -> T {
-        let mut state = self.state.lock();
-        let expired = state.ledger.counts().expired;
-        let changed = change(&mut state);
-        let counts = state.ledger.counts();
+    fn update<T>(&self, change: impl FnOnce(&mut ExtrasLedger) -> T) -> T {
+        let mut ledger = self.ledger.lock();
+        let expired = ledger.counts().expired;
+        let changed = change(&mut ledger);
+        let counts = ledger.counts();
         self.metrics.api.bookings.set(counts.bookings as i64);
         self.metrics
             .api
@@ -250,30 +239,31 @@ impl BookingTable {
     }
 }
 
-impl LedgerState {
-    fn find_route(&mut self, attempt: RequestAttempt<'_>) -> Result<Option<Arc<Route>>, ApiError> {
-        let extras = match self.ledger.attempt_state(attempt) {
-            Some(AttemptState::Booked(_, extras) | AttemptState::Ended(extras)) => extras,
-            None => {
-                self.ledger.ensure_capacity(attempt)?;
-                return Ok(None);
-            }
-        };
-        match (extras.route.clone(), extras.summary) {
-            (Some(route), _) => {
-                self.ledger.touch(attempt);
-                Ok(Some(route))
-            }
-            // Booked by `AddRequest`: there is no route to return.
-            (None, Some(summary)) => Err(rank_mismatch_error(attempt, summary.rank)),
-            (None, None) => Ok(None),
+fn find_route(
+    ledger: &mut ExtrasLedger,
+    attempt: RequestAttempt<'_>,
+) -> Result<Option<Arc<Route>>, ApiError> {
+    let extras = match ledger.attempt_state(attempt) {
+        Some(AttemptState::Booked(_, extras) | AttemptState::Ended(extras)) => extras,
+        None => {
+            ledger.ensure_capacity(attempt)?;
+            return Ok(None);
         }
+    };
+    match (extras.route.clone(), extras.summary) {
+        (Some(route), _) => {
+            ledger.touch(attempt);
+            Ok(Some(route))
+        }
+        // Booked by `AddRequest`: there is no route to return.
+        (None, Some(summary)) => Err(rank_mismatch_error(attempt, summary.rank)),
+        (None, None) => Ok(None),
     }
+}
 
-    fn set_extras(&mut self, attempt: RequestAttempt<'_>, new: BookingExtras) {
-        if let Some(AttemptState::Booked(_, extras)) = self.ledger.attempt_state(attempt) {
-            *extras = new;
-        }
+fn set_extras(ledger: &mut ExtrasLedger, attempt: RequestAttempt<'_>, new: BookingExtras) {
+    if let Some(AttemptState::Booked(_, extras)) = ledger.attempt_state(attempt) {
+        *extras = new;
     }
 }
 

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use warmroute_core::load::ledger::LedgerRules;
 use warmroute_runtime::tls::{ListenerExposure, TlsConfig};
-use warmroute_settings::{ADDRESS_PATTERN, DurationSetting, Problem};
+use warmroute_settings::{ADDRESS_PATTERN, DurationSetting, Problem, all_within};
 
 /// Maximum number of blocks of one prompt. Each block causes several lookups.
 pub const MAX_PROMPT_BLOCKS: usize = 1 << 17;
@@ -56,11 +56,8 @@ impl ApiConfig {
 
     /// Returns errors about a listener that is exposed without protection.
     fn exposure_problems(&self) -> Vec<Problem> {
-        let mut problems: Vec<_> = self.tls.iter().flat_map(TlsConfig::problems).collect();
-        problems = problems
-            .into_iter()
-            .map(|problem| problem.within("tls"))
-            .collect();
+        let tls = self.tls.iter().flat_map(TlsConfig::problems);
+        let mut problems: Vec<_> = all_within("tls", tls).collect();
         let exposure = ListenerExposure {
             key: "address",
             listen: self.address,

@@ -210,14 +210,11 @@ impl From<ApiError> for Status {
 mod tests {
     use super::*;
     use crate::dispatch::queue::QueueLimitKind;
-    use warmroute_core::worker::{DpRank, WorkerId};
+    use warmroute_core::worker::WorkerId;
 
     #[test]
     fn errors_map_to_statuses_and_retry_delays() {
-        let rank = WorkerRank {
-            worker: WorkerId(7),
-            rank: DpRank(0),
-        };
+        let rank = WorkerRank::new(7, 0);
         let retry_after = Duration::from_millis(1500);
         let full = DispatchError::DeadlineExceeded {
             class: "default".into(),

@@ -360,8 +360,5 @@ pub(super) fn parse_status(status: u32) -> Result<u16, ApiError> {
 /// Parses a worker rank.
 pub(super) fn parse_rank(rank: Option<pb::WorkerRank>) -> Result<WorkerRank, ApiError> {
     let rank = rank.ok_or_else(|| ApiError::invalid_argument("worker rank is missing"))?;
-    Ok(WorkerRank {
-        worker: WorkerId(rank.worker_id),
-        rank: DpRank(rank.dp_rank),
-    })
+    Ok(WorkerRank::new(rank.worker_id, rank.dp_rank))
 }

@@ -8,7 +8,7 @@ use warmroute_core::index::dump::VERSION;
 
 use super::error::ApiError;
 use super::index_dump::{self, DumpStream};
-use super::{ApiService, ApiState, MAX_WATCHERS, rank_copy, request, response};
+use super::{ApiDependencies, ApiService, ApiState, MAX_WATCHERS, rank_copy, request, response};
 use crate::proto::router as pb;
 
 /// Stream of fleet snapshots.
@@ -20,13 +20,7 @@ impl ApiService {
         &self,
         message: pb::DumpEventsRequest,
     ) -> Result<DumpStream, ApiError> {
-        let ApiState {
-            writers,
-            dispatcher,
-            dumps,
-            shutdown,
-            ..
-        } = &*self.0;
+        let ApiState { parts, dumps, .. } = &*self.0;
         let permit = dumps
             .clone()
             .try_acquire_owned()
@@ -36,25 +30,22 @@ impl ApiService {
             .into_iter()
             .map(|rank| request::parse_rank(Some(rank)))
             .collect::<Result<_, _>>()?;
-        let writers = writers.clone();
-        let fleet = dispatcher.router().fleet();
-        let shutdown = shutdown.clone();
         index_dump::start_dump(
             index_dump::DumpSource {
-                writers,
-                fleet,
+                writers: parts.writers.clone(),
+                fleet: parts.dispatcher.router().fleet(),
                 permit,
-                shutdown,
+                shutdown: parts.shutdown.clone(),
             },
             &wanted,
         )
     }
 
     pub(super) fn handle_latency_copy(&self) -> Result<pb::CopyLatencyResponse, ApiError> {
-        if !self.0.readiness.is_started() {
+        if !self.0.parts.readiness.is_started() {
             return Err(ApiError::NotReady);
         }
-        let snapshot = self.0.dispatcher.router().load().latency_snapshot();
+        let snapshot = self.0.parts.dispatcher.router().load().latency_snapshot();
         // The snapshot has only numbers and strings, so it is always serializable.
         let snapshot = serde_json::to_vec(&snapshot).unwrap_or_default();
         Ok(pb::CopyLatencyResponse { snapshot })
@@ -64,15 +55,13 @@ impl ApiService {
         &self,
         message: &pb::CopyRankRequest,
     ) -> Result<rank_copy::CopyStream, ApiError> {
-        let ApiState {
+        let ApiState { parts, copies, .. } = &*self.0;
+        let ApiDependencies {
             writers,
             dispatcher,
-            copies,
-            shutdown,
-            readiness,
             ..
-        } = &*self.0;
-        if !readiness.is_started() {
+        } = parts;
+        if !parts.readiness.is_started() {
             return Err(ApiError::NotReady);
         }
         let rank = request::parse_rank(message.worker)?;
@@ -88,7 +77,7 @@ impl ApiService {
             .clone()
             .try_acquire_owned()
             .map_err(|_| ApiError::TooManyStreams("copies", index_dump::MAX_DUMPS))?;
-        rank_copy::start_copy(writers, rank, permit, shutdown.clone())
+        rank_copy::start_copy(writers, rank, permit, parts.shutdown.clone())
     }
 
     pub(super) fn handle_watch(
@@ -100,6 +89,7 @@ impl ApiService {
             name => {
                 let resolved = self
                     .0
+                    .parts
                     .preprocessor
                     .load()
                     .resolve_model(Some(name))
@@ -109,9 +99,9 @@ impl ApiService {
         };
         let permit = self.0.watchers.clone().try_acquire_owned();
         let permit = permit.map_err(|_| ApiError::TooManyStreams("watchers", MAX_WATCHERS))?;
-        let mut fleets = self.0.writers.subscribe_fleet();
+        let mut fleets = self.0.parts.writers.subscribe_fleet();
         fleets.mark_changed();
-        let start = (fleets, model, self.0.shutdown.clone(), permit);
+        let start = (fleets, model, self.0.parts.shutdown.clone(), permit);
         let snapshots = stream::unfold(start, |(mut fleets, model, shutdown, permit)| async move {
             let changed = shutdown.run_until_cancelled(fleets.changed()).await;
             let snapshot = changed?

@@ -164,16 +164,13 @@ impl Drop for RegisteredWriter {
 mod tests {
     use super::*;
     use warmroute_core::index::PrefixIndex;
-    use warmroute_core::worker::{DpRank, RankSlot, WorkerId};
+    use warmroute_core::worker::RankSlot;
 
     #[test]
     fn writer_is_registered_until_its_source_ends() {
         let writers = RankWriters::default();
         let index = PrefixIndex::new();
-        let rank = WorkerRank {
-            worker: WorkerId(1),
-            rank: DpRank(0),
-        };
+        let rank = WorkerRank::new(1, 0);
         let first = writers.register(rank, index.create_writer(RankSlot(0)));
         assert_eq!(
             (writers.ranks(), index.stats().slots.len()),
@@ -197,10 +194,7 @@ mod tests {
     async fn events_wait_while_writer_is_read() {
         let writers = Arc::new(RankWriters::default());
         let index = PrefixIndex::new();
-        let rank = WorkerRank {
-            worker: WorkerId(1),
-            rank: DpRank(0),
-        };
+        let rank = WorkerRank::new(1, 0);
         let registered = writers.register(rank, index.create_writer(RankSlot(0)));
         let ((begin_tx, begin_rx), (end_tx, end_rx)) =
             (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());

@@ -10,10 +10,9 @@ use crate::config::{Config, FirstToken};
 use crate::dispatch::Dispatcher;
 use crate::dispatch::audit::CacheAudit;
 use crate::ext_proc::config::AssumedBodies;
-use crate::ext_proc::exchange::{ExchangeOptions, ResponseHeaderOptions};
+use crate::ext_proc::exchange::ExchangeOptions;
 use crate::ext_proc::message::{BodyMode, BodyModes};
-use crate::ext_proc::pipeline::RequestPipeline;
-use crate::ext_proc::policy::ExchangePolicy;
+use crate::ext_proc::pipeline::{ExchangePolicy, RequestPipeline};
 use crate::ext_proc::routing_headers::RoutingHeaders;
 use crate::ext_proc::server::ExtProcServer;
 use crate::ext_proc::service::ExtProcService;
@@ -59,17 +58,17 @@ impl ExtProcFactory {
         let prefill_clients = self.prefill_clients.lock().reconfigure(
             prefills,
             &config.engines.http,
-            self.state.metrics(),
+            &self.state.metrics,
             &self.exchange_tasks,
         )?;
-        let metrics = self.state.metrics().clone();
+        let metrics = self.state.metrics.clone();
         let exchange_config = ExchangeConfig {
             pipeline: RequestPipeline::new(
                 preprocessor,
                 self.dispatcher.clone(),
                 metrics,
                 policy(config),
-                prefill_planner(config, &prefill_clients, self.state.audit()),
+                prefill_planner(config, &prefill_clients, &self.state.audit),
             ),
             options: Arc::new(options(config)),
             upload_timeout: config.requests.limits.upload_timeout.get(),
@@ -131,10 +130,9 @@ fn policy(config: &Config) -> ExchangePolicy {
         fails_open_without_prefill: config.has_dynamo_prefills()
             && !config.routing.disaggregation.enforce,
         first_token_with_headers: with_headers.map(|model| model.name.clone()).collect(),
-        why_header: config.gateway.response_headers.why,
+        response_headers: config.gateway.response_headers,
         conformance: config.gateway.conformance,
         dropped_reason_header: config.gateway.routing_headers().sets_dropped_reason(),
-        mode_header: config.gateway.response_headers.mode,
     }
 }
 
@@ -142,8 +140,8 @@ fn options(config: &Config) -> ExchangeOptions {
     let assumed_modes = match config.gateway.default_body_mode {
         AssumedBodies::Buffered => BodyModes::default(),
         AssumedBodies::FullDuplex => BodyModes {
-            request: BodyMode::FullDuplex,
-            response: BodyMode::FullDuplex,
+            request: BodyMode::FullDuplexStreamed,
+            response: BodyMode::FullDuplexStreamed,
         },
     };
     ExchangeOptions {
@@ -155,11 +153,6 @@ fn options(config: &Config) -> ExchangeOptions {
         observe: config.gateway.observe,
         output_blocks: config.routing.load.output_blocks,
         conformance: config.gateway.conformance,
-        response_headers: ResponseHeaderOptions {
-            mode: config.gateway.response_headers.mode,
-            worker: config.gateway.response_headers.worker,
-            prediction: config.gateway.response_headers.prediction,
-            why: config.gateway.response_headers.why,
-        },
+        response_headers: config.gateway.response_headers,
     }
 }

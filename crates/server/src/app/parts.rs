@@ -15,15 +15,15 @@ use warmroute_tokens::openai::MessageCache;
 
 use super::core_listener::CoreListener;
 use crate::cluster::remote_index::RemoteIndexClient;
-use crate::config::{self, Config, ModelConfig};
+use crate::config::{Config, ModelConfig};
 use crate::dispatch::queue::{AdmissionQueue, PrefillBacklog};
-use crate::dispatch::{Dispatcher, RESPONSE_RULES, SessionAffinity, SessionRouting, TimedRouter};
+use crate::dispatch::{Dispatcher, RESPONSE_RULES, SessionRouting, TimedRouter};
 use crate::fleet::xds::XdsClients;
 use crate::request::engine_tokens::config::EngineTokensConfig;
 use crate::request::engine_tokens::{EngineTokensClient, TokenSource, TokenSources};
 use crate::request::{
     self, EncodeLimits, ModelRegistry, NvExtScope, RequestPreprocessor, RewriteRules,
-    SessionFields, SharedCacheLookup, SharedClusterRules,
+    SharedCacheLookup, SharedClusterRules,
 };
 
 /// Creates the dispatcher and a router with an empty fleet. `seed` makes tie-breaking reproducible.
@@ -65,10 +65,7 @@ pub(super) fn dispatcher(
             listener.session_recording(),
             listener.clone(),
         ),
-        affinity: match sessions.affinity {
-            config::AffinityMode::Hard => SessionAffinity::Hard,
-            config::AffinityMode::Soft => SessionAffinity::Soft,
-        },
+        affinity: sessions.affinity,
         max_wait: sessions.wait_timeout.get(),
     });
     let stored_responses = SessionStore::with_listener(
@@ -140,12 +137,6 @@ pub(super) fn preprocessor(
         .as_ref()
         .map(HttpSharedCache::new)
         .transpose()?;
-    let session_fields = config.sessions.as_ref().map(|sessions| SessionFields {
-        headers: sessions.headers.clone(),
-        body_field: sessions.body_field.clone(),
-        parent_headers: sessions.parent_headers.clone(),
-        final_headers: sessions.final_headers.clone(),
-    });
     let tokens = token_sources(config, client, router, metrics);
     let tracking_hash = config
         .routing
@@ -170,7 +161,7 @@ pub(super) fn preprocessor(
             deadline: config.requests.limits.decision_timeout.get(),
         },
         tracking_hash,
-        session_fields,
+        sessions: config.sessions.clone(),
         token_sources: tokens,
         index_client: remote,
         shared_cache: shared.map(|cache| SharedCacheLookup {

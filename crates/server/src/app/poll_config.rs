@@ -7,7 +7,7 @@ use warmroute_engines::engine_client::EngineClient;
 use warmroute_engines::engine_client::config::EnginesConfig;
 
 use super::reload::Reloader;
-use super::self_test_subjects::Subjects;
+use super::self_test::Subjects;
 use crate::config::Config;
 
 /// Settings of a poller, with the engine client.

@@ -18,7 +18,7 @@ use tracing::{error, info, warn};
 use warmroute_core::router::Router;
 use warmroute_core::worker::ModelName;
 use warmroute_engines::engine_client::EngineClient;
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 use warmroute_runtime::causes::describe_failure;
 use warmroute_runtime::files;
 use warmroute_runtime::lifecycle::file_watcher::{FileWatcher, SETTINGS_WATCH};
@@ -27,7 +27,7 @@ use warmroute_tokens::prompt::Encoder;
 
 use super::encoders::{EncoderRegistry, LoadedModels};
 use super::parts::{self, PreprocessorDeps};
-use super::self_test_subjects::{self, Subjects};
+use super::self_test::{Subjects, load_subjects};
 use crate::admin::ReloadReport;
 use crate::cluster::remote_index::RemoteIndexClient;
 use crate::config::{Config, ReloadedConfig};
@@ -95,11 +95,10 @@ pub struct Reloader {
     client: ArcSwap<EngineClient>,
     subjects: ArcSwap<Subjects>,
     participants: parking_lot::Mutex<Vec<ReloadPrepare>>,
-    running: ArcSwap<Config>,
-    /// State of the configuration, for status pages.
+    /// State of the configuration.
     status: ArcSwap<ConfigStatus>,
-    /// Generation of the configuration in use; locked during a reload.
-    generation: Mutex<u64>,
+    /// Locked during a reload.
+    reload_lock: Mutex<()>,
 }
 
 impl Reloader {
@@ -114,7 +113,7 @@ impl Reloader {
             .context("remote index client cannot be created")?;
         let status = ArcSwap::from_pointee(ConfigStatus {
             generation: 1,
-            config: config.clone(),
+            config,
             needs_restart: Vec::new(),
             last_reload: record_valid_read(&metrics, "started"),
         });
@@ -130,9 +129,8 @@ impl Reloader {
             client,
             subjects: ArcSwap::default(),
             participants,
-            running: ArcSwap::new(config),
             status,
-            generation: Mutex::new(1),
+            reload_lock: Mutex::default(),
         })
     }
 
@@ -187,10 +185,10 @@ impl Reloader {
 
     /// Returns the configuration in use.
     pub(super) fn running(&self) -> Arc<Config> {
-        self.running.load_full()
+        self.status.load().config.clone()
     }
 
-    /// Returns the state of the configuration, for status pages.
+    /// Returns the state of the configuration.
     pub(super) fn status(&self) -> Arc<ConfigStatus> {
         self.status.load_full()
     }
@@ -210,7 +208,7 @@ impl Reloader {
         let config = self.running();
         let loaded = self.encoders.load(&config).await?;
         self.subjects.store(Arc::new(
-            self_test_subjects::load(&config, &loaded.models, &Subjects::new()).await?,
+            load_subjects(&config, &loaded.models, &Subjects::new()).await?,
         ));
         self.encoders.commit(&loaded);
         Ok(loaded.models)
@@ -218,8 +216,8 @@ impl Reloader {
 
     /// Applies a configuration, or records why it could not be read.
     pub async fn reload(&self, read: Result<Config, Vec<ConfigError>>) -> ReloadOutcome {
-        let mut generation = self.generation.lock().await;
-        let outcome = match self.attempt(read, *generation + 1).await {
+        let _guard = self.reload_lock.lock().await;
+        let outcome = match self.attempt(read).await {
             Ok(reloaded) => reloaded,
             Err(mistakes) => {
                 self.metrics.config.last_reload_successful.set(0);
@@ -229,17 +227,13 @@ impl Reloader {
                 ReloadOutcome::Invalid(mistakes)
             }
         };
-        if matches!(outcome, ReloadOutcome::Applied { .. }) {
-            *generation += 1;
-        }
-        self.report(&outcome, *generation);
+        self.report(&outcome, self.status().generation);
         outcome
     }
 
     async fn attempt(
         &self,
         read: Result<Config, Vec<ConfigError>>,
-        next: u64,
     ) -> Result<ReloadOutcome, Vec<String>> {
         let read =
             read.map_err(|mistakes| mistakes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
@@ -285,28 +279,28 @@ impl Reloader {
         self.client.store(Arc::new(candidate.client));
         self.subjects.store(candidate.subjects);
         if changed.is_empty() && !other_files {
-            self.record_reload("unchanged", next - 1, &config, &needs_restart);
+            self.record_reload("unchanged", 0, config, &needs_restart);
             return Ok(ReloadOutcome::Unchanged { needs_restart });
         }
-        self.record_reload("applied", next, &config, &needs_restart);
-        self.running.store(config);
+        self.record_reload("applied", 1, config, &needs_restart);
         Ok(ReloadOutcome::Applied {
             changed,
             needs_restart,
         })
     }
 
-    /// Records a valid read in the metrics and for status pages.
+    /// Records a valid read in the metrics and for status pages. `change` is added to the
+    /// generation.
     fn record_reload(
         &self,
         outcome: &'static str,
-        generation: u64,
-        config: &Arc<Config>,
+        change: u64,
+        config: Arc<Config>,
         needs_restart: &[String],
     ) {
         self.status.store(Arc::new(ConfigStatus {
-            generation,
-            config: config.clone(),
+            generation: self.status().generation + change,
+            config,
             needs_restart: needs_restart.to_vec(),
             last_reload: record_valid_read(&self.metrics, outcome),
         }));
@@ -324,9 +318,7 @@ impl Reloader {
             .context("engine client cannot be created")?;
         Ok(ReloadCandidate {
             preprocessor: self.build_preprocessor(config, loaded.models.clone(), &client)?,
-            subjects: Arc::new(
-                self_test_subjects::load(config, &loaded.models, &self.subjects.load()).await?,
-            ),
+            subjects: Arc::new(load_subjects(config, &loaded.models, &self.subjects.load()).await?),
             config: config.clone(),
             client,
         })
@@ -382,11 +374,7 @@ impl Reloader {
             .config
             .generation
             .set(i64::try_from(generation).unwrap_or(i64::MAX));
-        self.metrics
-            .config
-            .reloads
-            .get_or_create(&OutcomeLabel { outcome: label })
-            .inc();
+        count_outcome(&self.metrics.config.reloads, label);
     }
 }
 

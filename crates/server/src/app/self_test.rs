@@ -21,9 +21,10 @@ use super::background::BackgroundTasks;
 use super::parity_log;
 use super::poll_config::{PollConfig, PollConfigReceiver};
 use super::reload::Reloader;
-use super::self_test_subjects::Subjects;
 use super::worker_schedule::{WorkerIncarnation, WorkerSchedule};
 use crate::config::{CanaryHeaders, Config};
+use crate::request::ModelRegistry;
+use crate::self_test::CanarySuite;
 use crate::self_test::config::SelfTestConfig;
 
 /// Interval of checks for due workers and requests.
@@ -34,6 +35,41 @@ const EVENT_DELAY: Duration = Duration::from_secs(2);
 
 /// Maximum number of concurrent tests.
 const MAX_CONCURRENT_TESTS: usize = 4;
+
+/// Canaries by model. They are tokenized once per tokenizer, on blocking threads, because that
+/// takes milliseconds.
+pub(super) type Subjects = HashMap<ModelName, Arc<CanarySuite>>;
+
+/// Loads the subjects of a configuration. Unchanged ones are reused from `before`. There are none
+/// if the self-test is disabled.
+pub(super) async fn load_subjects(
+    config: &Config,
+    models: &ModelRegistry,
+    before: &Subjects,
+) -> anyhow::Result<Subjects> {
+    let mut subjects = Subjects::new();
+    if !config.engines.parity_check.enabled {
+        return Ok(subjects);
+    }
+    let named = config
+        .models
+        .iter()
+        .filter_map(|model| Some((&model.name, models.resolve(Some(model.name.as_str()))?)));
+    let loading: Vec<_> = named
+        .map(|(name, named)| {
+            let known = before
+                .get(name)
+                .filter(|subject| subject.is_current(&named.model))
+                .cloned();
+            let prepare = move || known.or_else(|| CanarySuite::new(&named.model).map(Arc::new));
+            (name, tokio::task::spawn_blocking(prepare))
+        })
+        .collect();
+    for (name, subject) in loading {
+        subjects.extend(subject.await?.map(|subject| (name.clone(), subject)));
+    }
+    Ok(subjects)
+}
 
 /// Settings and subjects of the self-test.
 #[derive(PartialEq)]

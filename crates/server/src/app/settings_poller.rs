@@ -18,7 +18,7 @@ use warmroute_core::health::HealthSignal;
 use warmroute_core::router::Router;
 use warmroute_core::worker::{ModelName, WorkerEndpoint, WorkerId};
 use warmroute_engines::engine_client::EngineError;
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 
 use super::background::BackgroundTasks;
 use super::poll_config::{PollConfig, PollConfigReceiver};
@@ -234,9 +234,9 @@ async fn query_engine(
         (sources, client.models(&url).await)
     };
     let responses = EngineResponses {
-        caches: count_outcome(&metrics, page.map(|page| page.caches())),
-        sources: count_outcome(&metrics, sources),
-        models: count_outcome(
+        caches: record_outcome(&metrics, page.map(|page| page.caches())),
+        sources: record_outcome(&metrics, sources),
+        models: record_outcome(
             &metrics,
             models.map(|models| ListedModels::new(models, &model)),
         ),
@@ -245,16 +245,12 @@ async fn query_engine(
 }
 
 /// Counts the outcome of a query. A missing endpoint counts as an empty response.
-fn count_outcome<T: Default>(
+fn record_outcome<T: Default>(
     metrics: &Metrics,
     answer: Result<T, EngineError>,
 ) -> Result<T, EngineError> {
     let outcome = answer.as_ref().err().map_or("ok", EngineError::label);
-    metrics
-        .workers
-        .engine_setting_queries
-        .get_or_create(&OutcomeLabel { outcome })
-        .inc();
+    count_outcome(&metrics.workers.engine_setting_queries, outcome);
     match answer {
         Err(EngineError::NotOffered(_)) => Ok(T::default()),
         answer => answer,

@@ -10,9 +10,8 @@ mod peer;
 mod snapshot;
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use tokio::sync::OnceCell;
 use tokio::time::Instant;
@@ -28,52 +27,25 @@ use warmroute_engines::kv_events::SourceSpec;
 
 /// Sources of copies for the warm start.
 pub struct WarmStart {
+    settings: WarmStartConfig,
     peer: Option<PeerClient>,
-    file: Option<SnapshotFile>,
-    deadline: Duration,
+    /// Contents of the snapshot file after the first read.
+    file_ranks: OnceCell<HashMap<WorkerRank, Arc<RankDump>>>,
     expires_at: OnceLock<Instant>,
-    on_deadline: DeadlineAction,
-}
-
-/// Snapshot file, and its contents after the first read.
-struct SnapshotFile {
-    path: PathBuf,
-    ranks: OnceCell<HashMap<WorkerRank, Arc<RankDump>>>,
-}
-
-/// Origin of a copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum CopyOrigin {
-    Peer,
-    File,
-}
-
-impl CopyOrigin {
-    fn as_str(self) -> &'static str {
-        match self {
-            CopyOrigin::Peer => "peer",
-            CopyOrigin::File => "file",
-        }
-    }
 }
 
 impl WarmStart {
     /// Creates the sources. It does not connect to the peer or read the file.
     pub fn new(settings: &WarmStartConfig) -> anyhow::Result<Self> {
-        let file = |path: &PathBuf| SnapshotFile {
-            path: path.clone(),
-            ranks: OnceCell::new(),
-        };
         Ok(Self {
+            settings: settings.clone(),
             peer: settings
                 .url
                 .as_ref()
                 .map(|url| PeerClient::new(url, settings))
                 .transpose()?,
-            file: settings.snapshot_file.as_ref().map(file),
-            deadline: settings.timeout.get(),
+            file_ranks: OnceCell::new(),
             expires_at: OnceLock::new(),
-            on_deadline: settings.on_timeout,
         })
     }
 
@@ -81,12 +53,12 @@ impl WarmStart {
     /// `None` if neither has a usable copy before the deadline.
     pub async fn fetch(&self, spec: &SourceSpec) -> Option<Arc<RankDump>> {
         let copy = self.fetch_from_peer(spec).await.map(Arc::new);
-        if let Some(copy) = copy.filter(|copy| is_usable(spec, copy, CopyOrigin::Peer)) {
+        if let Some(copy) = copy.filter(|copy| is_usable(spec, copy, "peer")) {
             return Some(copy);
         }
         self.load_from_file(spec.rank)
             .await
-            .filter(|copy| is_usable(spec, copy, CopyOrigin::File))
+            .filter(|copy| is_usable(spec, copy, "file"))
     }
 
     async fn fetch_from_peer(&self, spec: &SourceSpec) -> Option<RankDump> {
@@ -106,8 +78,8 @@ impl WarmStart {
         // The time limit starts with the first query.
         let deadline = *self
             .expires_at
-            .get_or_init(|| Instant::now() + self.deadline);
-        (self.on_deadline == DeadlineAction::Cold).then_some(deadline)
+            .get_or_init(|| Instant::now() + self.settings.timeout.get());
+        (self.settings.on_timeout == DeadlineAction::Cold).then_some(deadline)
     }
 
     /// Returns a copy of the learned latency, from the peer or otherwise from the file.
@@ -122,16 +94,13 @@ impl WarmStart {
                 }
             }
         }
-        let path = self.file.as_ref()?.path.clone();
+        let path = self.settings.snapshot_file.clone()?;
         let read = move || snapshot::read_latency(&path, SystemTime::now());
         tokio::task::spawn_blocking(read).await.ok()?
     }
 
     async fn load_from_file(&self, rank: WorkerRank) -> Option<Arc<RankDump>> {
-        let SnapshotFile {
-            path,
-            ranks: contents,
-        } = self.file.as_ref()?;
+        let path = self.settings.snapshot_file.as_ref()?;
         let read = async || {
             let path = path.clone();
             let read = tokio::task::spawn_blocking(move || {
@@ -142,16 +111,15 @@ impl WarmStart {
         };
         // The contents are kept in memory, because a source may be started more than once during
         // startup.
-        contents.get_or_init(read).await.get(&rank).cloned()
+        self.file_ranks.get_or_init(read).await.get(&rank).cloned()
     }
 }
 
 /// Returns whether the event stream can continue from the position of the copy.
-fn is_usable(spec: &SourceSpec, copy: &RankDump, from: CopyOrigin) -> bool {
+fn is_usable(spec: &SourceSpec, copy: &RankDump, from: &str) -> bool {
     let SourceSpec {
         rank, worker_name, ..
     } = spec;
-    let from = from.as_str();
     let Some(position) = copy.position() else {
         info!(%rank, name = worker_name, from, "warm start: copy has no event position");
         return false;

@@ -9,9 +9,10 @@ mod workers;
 use std::collections::HashSet;
 
 use warmroute_core::policy::Weights;
-use warmroute_settings::{PathStep, Problem};
+use warmroute_settings::{PathStep, Problem, all_within};
 
 use super::Config;
+use super::policy::PolicyConfig;
 
 /// Returns all problems of a parsed configuration.
 pub(super) fn problems(config: &Config) -> Vec<Problem> {
@@ -85,11 +86,8 @@ impl SectionProblems {
         self.add("routing.policy", policy(config));
         self.add("routing.weights", weights(config));
         for (at, model) in config.models.iter().enumerate() {
-            let problems = model
-                .policy
-                .map_or_else(Vec::new, |policy| policy.problems());
-            let within = |problem: Problem| problem.within("policy").within(at).within("models");
-            self.0.extend(problems.into_iter().map(within));
+            let problems = model.policy.iter().flat_map(PolicyConfig::problems);
+            self.add("models", all_within(at, all_within("policy", problems)));
         }
         self.add("routing.load", load(config));
         self.add("routing.block_hash", routing.block_hash.load().err());

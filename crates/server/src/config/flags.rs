@@ -5,6 +5,7 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
+use clap::Args;
 use serde_json::{Value, json};
 use warmroute_runtime::tls::TlsConfig;
 use warmroute_settings::DurationSetting;
@@ -12,28 +13,40 @@ use warmroute_settings::DurationSetting;
 use super::{Config, LogFormat, LogLevel, PoolConfig};
 
 /// Settings that override the configuration file. By default, none is set.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Args, Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServeFlags {
-    /// Name of the served pool.
+    /// Name of the InferencePool whose pods are the workers, unless the file configures other
+    /// workers
+    #[arg(long, value_name = "NAME")]
     pub pool_name: Option<String>,
-    /// Namespace of the pool.
+    /// Namespace of the pool; default: the namespace of this pod
+    #[arg(long, value_name = "NAME")]
     pub pool_namespace: Option<String>,
-    /// Port of ext_proc, on all addresses.
+    /// Port of ext_proc on all addresses; overrides `listeners.ext_proc.address`
+    #[arg(long, value_name = "PORT")]
     pub grpc_port: Option<u16>,
-    /// Port of a separate gRPC health server, on all addresses.
+    /// Port of the gRPC health service on all addresses; overrides
+    /// `listeners.ext_proc.health_address`
+    #[arg(long, value_name = "PORT")]
     pub grpc_health_port: Option<u16>,
-    /// TLS of the ext_proc TCP listener: `true` uses the certificate of the file or of `cert_dir`,
-    /// or a self-signed one; `false` disables TLS.
+    /// Serve ext_proc with TLS. Without a configured certificate, a self-signed one is created at
+    /// start
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub secure_serving: Option<bool>,
-    /// Directory with the certificate of ext_proc, as `tls.crt` and `tls.key`.
+    /// Directory with the certificate of ext_proc: tls.crt and tls.key
+    #[arg(long = "cert-path", value_name = "DIR", value_parser = parse_directory)]
     pub cert_dir: Option<PathBuf>,
-    /// Time to continue serving after the shutdown signal.
+    /// Time to continue serving after the stop signal; overrides `process.drain.grace_period`
+    #[arg(long = "drain-timeout", value_name = "TIME")]
     pub drain_grace: Option<DurationSetting>,
-    /// Port of the admin pages. The IP address stays that of the file.
+    /// Port of the admin pages; their address stays that of `listeners.admin.address`
+    #[arg(long, value_name = "PORT")]
     pub metrics_port: Option<u16>,
-    /// Format of the log.
+    /// Log format: json or console
+    #[arg(long = "zap-encoder", value_name = "FORMAT", value_parser = parse_log_format)]
     pub log_format: Option<LogFormat>,
-    /// Minimum log level.
+    /// Log verbosity: 0 to 3 info, 4 debug, 5 and above trace
+    #[arg(long = "v", short = 'v', value_name = "LEVEL", value_parser = parse_log_level)]
     pub log_level: Option<LogLevel>,
 }
 
@@ -136,6 +149,28 @@ impl ServeFlags {
             (None, None) => {}
         }
     }
+}
+
+fn parse_directory(text: &str) -> std::io::Result<PathBuf> {
+    // A relative path is relative to the working directory, not to the configuration file.
+    std::path::absolute(text)
+}
+
+fn parse_log_format(text: &str) -> Result<LogFormat, String> {
+    match text {
+        "json" => Ok(LogFormat::Json),
+        "console" => Ok(LogFormat::Text),
+        _ => Err("expected json or console".to_owned()),
+    }
+}
+
+/// Parses the verbosity of gateway charts. Their default is 2; 4 is for debugging.
+fn parse_log_level(text: &str) -> Result<LogLevel, std::num::ParseIntError> {
+    Ok(match text.parse::<u8>()? {
+        0..=3 => LogLevel::Info,
+        4 => LogLevel::Debug,
+        5.. => LogLevel::Trace,
+    })
 }
 
 #[cfg(test)]

@@ -51,12 +51,9 @@ impl Default for IndexSection {
 
 impl IndexSection {
     /// Checks the keys of the section itself.
-    pub fn problems(&self) -> Vec<Problem> {
+    pub fn problems(&self) -> Option<Problem> {
         let text = "the index would hold nothing; the default is 1048576";
         let is_zero = self.max_blocks_per_tier == 0;
-        is_zero
-            .then(|| Problem::of("max_blocks_per_tier", text))
-            .into_iter()
-            .collect()
+        is_zero.then(|| Problem::of("max_blocks_per_tier", text))
     }
 }

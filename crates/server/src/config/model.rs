@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{BlockSize, ModelName};
 use warmroute_engines::kv_events::MediaTokens;
-use warmroute_settings::{PathStep, Problem, describe_missing_file};
+use warmroute_settings::{PathStep, Problem, all_within, describe_missing_file, resolve_paths};
 use warmroute_tokens::prompt::{
     ContentFormatOption, EngineKind, MediaConfig, RenderOptions, TransformersVersion,
 };
@@ -143,9 +143,7 @@ impl ModelConfig {
             self.tokenizer_config.as_mut(),
             self.chat_template.as_mut(),
         ];
-        for file in files.into_iter().flatten() {
-            *file = directory.join(&*file);
-        }
+        resolve_paths(directory, files.into_iter().flatten());
         if let Some(media) = &mut self.multimodal {
             media.resolve(directory);
         }
@@ -175,7 +173,7 @@ impl ModelConfig {
         }
         problems.extend(self.unsupported_render_option());
         let media = self.multimodal.iter().flat_map(MediaConfig::problems);
-        problems.extend(media.map(|problem| problem.within("multimodal")));
+        problems.extend(all_within("multimodal", media));
         problems.extend(self.huge_blocks());
         problems.extend(
             self.wrong_video_token()
@@ -185,9 +183,9 @@ impl ModelConfig {
             .remote_tokenizer
             .iter()
             .flat_map(EngineTokensConfig::problems);
-        problems.extend(tokens.map(|problem| problem.within("remote_tokenizer")));
+        problems.extend(all_within("remote_tokenizer", tokens));
         let prefill = self.prefill.iter().flat_map(PrefillConfig::problems);
-        problems.extend(prefill.map(|problem| problem.within("prefill")));
+        problems.extend(all_within("prefill", prefill));
         for (key, names) in [("aliases", &self.aliases), ("adapters", &self.adapters)] {
             let empty = names
                 .iter()
@@ -289,42 +287,6 @@ pub(super) fn add_download_hints(problems: &mut [Problem], repositories: &[Optio
                 "; models are not downloaded by name, so run `hf download {repository} tokenizer.json tokenizer_config.json \
                  config.json --local-dir models/{name}`"
             ));
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    #[test]
-    fn unsupported_render_options_are_problems() {
-        let defaults = "default_chat_template_kwargs";
-        let excluded = "exclude_tools_when_tool_choice_none";
-        let cases = [
-            (json!({defaults: {"enable_thinking": false}}), None),
-            (
-                json!({"chat_template_content_format": "openai", excluded: true}),
-                None,
-            ),
-            (json!({defaults: {"tools": []}}), Some(defaults)),
-            (json!({defaults: {"tokenize": true}}), Some(defaults)),
-            (
-                json!({"engine": "sglang", defaults: {"x": 1}}),
-                Some(defaults),
-            ),
-            (json!({"engine": "sglang", excluded: true}), Some(excluded)),
-            (json!({"engine": "sglang"}), None),
-        ];
-        for (mut settings, expected) in cases {
-            settings["name"] = "m".into();
-            let model: ModelConfig = serde_json::from_value(settings.clone()).unwrap();
-            let problems = model.problems();
-            let expected: Vec<_> = expected.map(|key| vec![key.into()]).into_iter().collect();
-            let paths: Vec<_> = problems.into_iter().map(|problem| problem.path).collect();
-            assert_eq!(paths, expected, "{settings}");
         }
     }
 }

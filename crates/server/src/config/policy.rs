@@ -3,7 +3,7 @@
 use std::fmt;
 
 use schemars::{JsonSchema, Schema, json_schema};
-use serde::de::{self, MapAccess, Visitor, value::MapAccessDeserializer};
+use serde::de::{self, IntoDeserializer as _, MapAccess, Visitor, value::MapAccessDeserializer};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use warmroute_core::policy::{
     PolicyName, PolicySettings, RoutingPolicy, SecondsSettings, StickySettings, Weights,
@@ -11,25 +11,18 @@ use warmroute_core::policy::{
 use warmroute_settings::{PathStep, Problem};
 
 /// A policy: its name, or a mapping with its name and settings.
-#[derive(Clone, Copy, Debug, PartialEq, JsonSchema)]
-#[schemars(deny_unknown_fields, transform = allow_bare_name)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(remote = "Self", deny_unknown_fields)]
+#[schemars(transform = allow_bare_name)]
 pub struct PolicyConfig {
     /// Name of the policy or of a preset of `linear`.
     pub name: PolicyName,
     /// Policy `seconds`: weight of a second before the first token, 0.1 to 100; 30 by default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub first_token_weight: Option<f64>,
     /// Policy `sticky`: prefill tokens by which the queue of a warm rank may exceed the shortest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_excess_tokens: Option<u64>,
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct PolicyMapping {
-    name: String,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    first_token_weight: Option<f64>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    max_excess_tokens: Option<u64>,
 }
 
 /// Allows a policy without settings to be written as its name.
@@ -145,12 +138,7 @@ impl Serialize for PolicyConfig {
         if *self == Self::named(self.name) {
             return serializer.serialize_str(self.name.as_str());
         }
-        let mapping = PolicyMapping {
-            name: self.name.as_str().to_owned(),
-            first_token_weight: self.first_token_weight,
-            max_excess_tokens: self.max_excess_tokens,
-        };
-        mapping.serialize(serializer)
+        Self::serialize(self, serializer)
     }
 }
 
@@ -170,25 +158,12 @@ impl<'de> Visitor<'de> for PolicyVisitor {
     }
 
     fn visit_str<E: de::Error>(self, name: &str) -> Result<PolicyConfig, E> {
-        parse_name(name).map(PolicyConfig::named)
+        PolicyName::deserialize(name.into_deserializer()).map(PolicyConfig::named)
     }
 
     fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<PolicyConfig, A::Error> {
-        let mapping = PolicyMapping::deserialize(MapAccessDeserializer::new(map))?;
-        Ok(PolicyConfig {
-            name: parse_name(&mapping.name)?,
-            first_token_weight: mapping.first_token_weight,
-            max_excess_tokens: mapping.max_excess_tokens,
-        })
+        PolicyConfig::deserialize(MapAccessDeserializer::new(map))
     }
-}
-
-fn parse_name<E: de::Error>(name: &str) -> Result<PolicyName, E> {
-    name.parse().map_err(|_| {
-        let names: Vec<_> = PolicyName::ALL.iter().map(|name| name.as_str()).collect();
-        let names = names.join(", ");
-        E::custom(format!("unknown policy `{name}`; use one of {names}"))
-    })
 }
 
 impl WeightsConfig {

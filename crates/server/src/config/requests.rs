@@ -2,7 +2,7 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use warmroute_settings::{PathStep, Problem, is_header_name};
+use warmroute_settings::{Problem, all_within, header_name_problems};
 use warmroute_tokens::openai::paths::{ApiPaths, ApiPathsConfig, suffix_problems};
 
 use crate::ext_proc::config::LimitsConfig;
@@ -32,15 +32,8 @@ impl RequestsSection {
 
     /// Returns the invalid path suffixes and header names.
     pub fn path_problems(&self) -> Vec<Problem> {
-        let suffixes = suffix_problems(&self.paths).into_iter();
-        let headers = self.path_headers.iter().enumerate();
-        let headers = headers.filter(|(_, name)| !is_header_name(name));
-        let headers = headers.map(|(at, name)| {
-            let text =
-                format!("`{name}` is not the name of a header; write for example x-original-path");
-            Problem::at([PathStep::from("path_headers"), at.into()], text)
-        });
-        let suffixes = suffixes.map(|problem| problem.within("paths"));
+        let suffixes = all_within("paths", suffix_problems(&self.paths));
+        let headers = header_name_problems("path_headers", &self.path_headers);
         suffixes.chain(headers).collect()
     }
 }

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use warmroute_settings::{MAX_SECRET_FILE, Problem, describe_missing_file, read_regular_file};
+use warmroute_settings::{
+    MAX_SECRET_FILE, Problem, describe_missing_file, read_regular_file, resolve_paths,
+};
 
 use crate::tracking_hash::{TrackingHash, TrackingKey};
 
@@ -36,9 +38,7 @@ pub struct TrackingHashConfig {
 
 impl TrackingHashConfig {
     pub(super) fn resolve(&mut self, directory: &Path) {
-        if let Some(file) = &mut self.key_file {
-            *file = directory.join(&*file);
-        }
+        resolve_paths(directory, &mut self.key_file);
     }
 
     /// Returns the configured hash. Reads the key from its file, if there is one.
@@ -89,53 +89,5 @@ impl TrackingHashConfig {
             Problem::of("key_file", text)
         })?;
         Ok(TrackingHash::Keyed(TrackingKey::new(id, secret)))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn key_needs_32_bytes_and_a_name() {
-        let directory = tempfile::tempdir().unwrap();
-        let file = |name: &str, bytes: usize| {
-            std::fs::write(directory.path().join(name), vec![7; bytes]).unwrap();
-            Some(PathBuf::from(name))
-        };
-        let keyed = |key_file, key_id: Option<&str>| {
-            let key_id = key_id.map(str::to_owned);
-            let mut config = TrackingHashConfig {
-                algorithm: TrackingFamily::Keyed,
-                key_file,
-                key_id,
-            };
-            config.resolve(directory.path());
-            config.load()
-        };
-        assert_eq!(
-            TrackingHashConfig::default().load().unwrap(),
-            TrackingHash::Public
-        );
-        assert_eq!(
-            keyed(file("good", 32), Some("k1")).unwrap(),
-            TrackingHash::Keyed(TrackingKey::new("k1", [7; 32]))
-        );
-        let cases = [
-            (None, Some("k1"), "name its file"),
-            (file("good", 32), None, "give its name"),
-            (file("good", 32), Some(""), "give its name"),
-            (file("short", 31), Some("k1"), "has 31 bytes"),
-            (Some("none".into()), Some("k1"), "does not exist"),
-        ];
-        for (file, id, expected) in cases {
-            let problem = keyed(file, id).unwrap_err();
-            assert!(problem.text.contains(expected), "{}", problem.text);
-        }
-        let public = TrackingHashConfig {
-            key_id: Some("k1".into()),
-            ..TrackingHashConfig::default()
-        };
-        assert!(public.load().unwrap_err().text.contains("no effect"));
     }
 }

@@ -84,7 +84,7 @@ mod tests {
     use warmroute_core::index::PrefixIndex;
     use warmroute_core::load::LoadTracker;
     use warmroute_core::router::RouterSettings;
-    use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
+    use warmroute_core::worker::WorkerRank;
 
     use super::*;
 
@@ -96,10 +96,7 @@ mod tests {
             RouterSettings::default(),
             1,
         );
-        let rank = WorkerRank {
-            worker: WorkerId(1),
-            rank: DpRank(0),
-        };
+        let rank = WorkerRank::new(1, 0);
         let period = Duration::from_nanos(15_771_143_600);
         let transition = |change| HealthTransition {
             rank,

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 use warmroute_core::router::RouteRequest;
 use warmroute_core::sessions::{PendingBinding, SessionLease, SessionName, SessionStore};
@@ -36,12 +38,14 @@ impl RequestSession {
     }
 }
 
-/// Strictness of session affinity.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Affinity of a session to its worker rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
 pub enum SessionAffinity {
-    /// Requests wait for the worker rank of their session.
+    /// While the rank is eligible, it is the only candidate.
+    #[default]
     Hard,
-    /// Requests go to another rank if it is busy.
+    /// The rank is preferred. If another one is chosen, the session moves there.
     Soft,
 }
 

@@ -14,7 +14,9 @@ pub use gateway::{
 };
 
 use warmroute_runtime::tls::{ConnectionLimits, ListenerExposure, ListenerLimits, TlsConfig};
-use warmroute_settings::{ADDRESS_PATTERN, ByteSize, DurationSetting, Problem};
+use warmroute_settings::{
+    ADDRESS_PATTERN, ByteSize, DurationSetting, Problem, all_within, resolve_paths,
+};
 
 /// Maximum length of a unix socket path. Linux allows 107 bytes, and the socket is bound with the
 /// suffix `.new` before it is renamed.
@@ -100,11 +102,7 @@ impl ListenConfig {
                     "TLS is for `address`, which is not given; give it, or leave this out",
                 ));
             }
-            problems.extend(
-                tls.problems()
-                    .into_iter()
-                    .map(|problem| problem.within("tls")),
-            );
+            problems.extend(all_within("tls", tls.problems()));
         }
         if let Some(listen) = self.address {
             let exposure = ListenerExposure {
@@ -121,9 +119,7 @@ impl ListenConfig {
 
     /// Makes file names absolute.
     pub fn resolve(&mut self, directory: &Path) {
-        if let Some(unix) = &mut self.unix_socket {
-            *unix = directory.join(&*unix);
-        }
+        resolve_paths(directory, &mut self.unix_socket);
         if let Some(tls) = &mut self.tls {
             tls.resolve(directory);
         }

@@ -18,7 +18,7 @@ mod response;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::message::{BodyModes, ExchangeMessage};
+use super::message::{BodyModes, ExchangeMessage, is_sent_back};
 use super::metadata::GatewayMetadata;
 use super::mutation;
 use super::reply::{ImmediateReply, RouteReply};
@@ -27,7 +27,7 @@ use super::response_content::ContentReport;
 use context::ExchangeContext;
 pub use effect::{Effect, InboundRequest};
 use effect::{reply_effect, reply_effects};
-pub use options::{ExchangeOptions, ExchangeStart, ResponseHeaderOptions, ServingWorker};
+pub use options::{ExchangeOptions, ExchangeStart, ServingWorker};
 use request::RequestSide;
 use response::ResponseSide;
 
@@ -131,9 +131,9 @@ impl Exchange {
     pub fn on_oversize_message(&mut self) -> Option<Vec<Effect>> {
         let effects = self.request.on_oversize_body(&self.context);
         let BodyModes { request, response } = self.context.modes;
-        let request_bytes = request.is_sent_back() && !self.request.has_ended();
+        let request_bytes = is_sent_back(request) && !self.request.has_ended();
         let is_lost = effects.is_empty()
-            && (self.request.awaits_route() || request_bytes || response.is_sent_back());
+            && (self.request.awaits_route() || request_bytes || is_sent_back(response));
         (!is_lost).then_some(effects)
     }
 

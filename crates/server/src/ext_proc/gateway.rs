@@ -13,32 +13,24 @@ pub struct GatewayTraits {
     shows_upstream_time: Arc<AtomicBool>,
 }
 
-/// Result of attributing a response to Envoy or to the worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ResponseAttribution {
-    /// The response shows its source.
-    Known,
-    /// A 503 of Envoy or of the worker. It counts as a response of the worker, which is marked as
-    /// overloaded and not ejected.
-    Ambiguous,
-}
-
 impl GatewayTraits {
     /// Decides the source of an ambiguous response. After a response with
-    /// `x-envoy-upstream-service-time`, a 503 without it comes from Envoy.
-    pub(super) fn attribute(&self, head: &mut ResponseHead) -> ResponseAttribution {
+    /// `x-envoy-upstream-service-time`, a 503 without it comes from Envoy. Returns whether the
+    /// source is known. Otherwise, the 503 counts as a response of the worker, which is marked as
+    /// overloaded and not ejected.
+    pub(super) fn decide_source(&self, head: &mut ResponseHead) -> bool {
         if head.has_upstream_time {
             self.shows_upstream_time.store(true, Ordering::Relaxed);
         }
         if head.source != ResponseSource::Ambiguous {
-            return ResponseAttribution::Known;
+            return true;
         }
         if self.shows_upstream_time.load(Ordering::Relaxed) {
             head.source = ResponseSource::Envoy;
-            return ResponseAttribution::Known;
+            return true;
         }
         head.source = ResponseSource::Unknown;
-        ResponseAttribution::Ambiguous
+        false
     }
 }
 
@@ -59,27 +51,18 @@ mod tests {
     fn missing_header_identifies_envoy_only_if_seen_before() {
         let gateway = GatewayTraits::default();
         let mut unmarked = response(ResponseSource::Ambiguous, false);
-        assert_eq!(
-            gateway.attribute(&mut unmarked),
-            ResponseAttribution::Ambiguous
-        );
+        assert!(!gateway.decide_source(&mut unmarked));
         assert_eq!(unmarked.source, ResponseSource::Unknown);
 
         let mut marked = response(ResponseSource::Unknown, true);
-        assert_eq!(
-            gateway.clone().attribute(&mut marked),
-            ResponseAttribution::Known
-        );
+        assert!(gateway.clone().decide_source(&mut marked));
         assert_eq!(marked.source, ResponseSource::Unknown);
 
         let mut unmarked = response(ResponseSource::Ambiguous, false);
-        assert_eq!(gateway.attribute(&mut unmarked), ResponseAttribution::Known);
+        assert!(gateway.decide_source(&mut unmarked));
         assert_eq!(unmarked.source, ResponseSource::Envoy);
 
         let mut other_gateway = response(ResponseSource::Ambiguous, false);
-        assert_eq!(
-            GatewayTraits::default().attribute(&mut other_gateway),
-            ResponseAttribution::Ambiguous
-        );
+        assert!(!GatewayTraits::default().decide_source(&mut other_gateway));
     }
 }

@@ -15,7 +15,7 @@ use warmroute_core::block::BlockHashes;
 use warmroute_core::health::RequestOutcome;
 use warmroute_core::load::FirstTokenObservation;
 use warmroute_core::router::{Mode, Router};
-use warmroute_metrics::{Metrics, ModelRoleLabels, OutcomeLabel};
+use warmroute_metrics::{Metrics, ModelRoleLabels, count_outcome};
 
 use super::response_content::{MissingContent, ResponseContent};
 use super::retries::RetryDecision;
@@ -365,11 +365,7 @@ impl Drop for ExchangeGuard {
             ExchangeEnd::Complete(_) => "completed",
             ExchangeEnd::Immediate => "immediate_response",
         };
-        self.metrics
-            .ext_proc
-            .exchanges
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.ext_proc.exchanges, outcome);
         if self.end == ExchangeEnd::Closed {
             self.observe_duration();
         }

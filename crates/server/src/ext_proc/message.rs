@@ -1,65 +1,12 @@
 //! Envoy's messages, reduced to the parts that a decision needs.
 
-use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::BodySendMode;
+pub use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::BodySendMode as BodyMode;
 
 use super::headers::{self, RequestHead, ResponseHead};
 use super::metadata::GatewayMetadata;
 use super::wire::{BodyPiece, ProcessingPart, RawProcessingRequest};
 
-/// Mode in which Envoy sends a body.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum BodyMode {
-    /// Not at all.
-    None,
-    /// Whole, in one message. Envoy waits for the reply.
-    #[default]
-    Buffered,
-    /// As much as fits into a buffer, in one message.
-    BufferedPartial,
-    /// In chunks with one reply each. The route is chosen before the body is known.
-    Streamed,
-    /// In chunks. Every byte must be returned to Envoy.
-    FullDuplex,
-    /// In gRPC messages (`GRPC`). Each message must be returned to Envoy. Unknown modes are handled
-    /// in the same way: the request is routed by its headers, and received body messages are
-    /// returned.
-    Grpc,
-}
-
-impl BodyMode {
-    /// Returns whether the body reaches its destination only through the replies of warmroute.
-    pub fn is_sent_back(self) -> bool {
-        matches!(self, BodyMode::FullDuplex | BodyMode::Grpc)
-    }
-}
-
-impl From<BodySendMode> for BodyMode {
-    fn from(mode: BodySendMode) -> Self {
-        match mode {
-            BodySendMode::Buffered => BodyMode::Buffered,
-            BodySendMode::BufferedPartial => BodyMode::BufferedPartial,
-            BodySendMode::Streamed => BodyMode::Streamed,
-            BodySendMode::FullDuplexStreamed => BodyMode::FullDuplex,
-            BodySendMode::Grpc => BodyMode::Grpc,
-            BodySendMode::None => BodyMode::None,
-        }
-    }
-}
-
-impl From<BodyMode> for BodySendMode {
-    fn from(mode: BodyMode) -> Self {
-        match mode {
-            BodyMode::None => BodySendMode::None,
-            BodyMode::Buffered => BodySendMode::Buffered,
-            BodyMode::BufferedPartial => BodySendMode::BufferedPartial,
-            BodyMode::Streamed => BodySendMode::Streamed,
-            BodyMode::FullDuplex => BodySendMode::FullDuplexStreamed,
-            BodyMode::Grpc => BodySendMode::Grpc,
-        }
-    }
-}
-
-/// The body modes of one exchange.
+/// The modes in which Envoy sends the bodies of one exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BodyModes {
     /// Request body.
@@ -76,6 +23,11 @@ impl Default for BodyModes {
             response: BodyMode::None,
         }
     }
+}
+
+/// Returns whether a body reaches its destination only through the replies of warmroute.
+pub(super) fn is_sent_back(mode: BodyMode) -> bool {
+    matches!(mode, BodyMode::FullDuplexStreamed | BodyMode::Grpc)
 }
 
 /// One message of Envoy.
@@ -119,11 +71,7 @@ pub struct IncomingMessage {
 
 impl IncomingMessage {
     /// Parses one wire message.
-    pub fn parse(wire: impl Into<RawProcessingRequest>) -> Self {
-        Self::parse_raw(wire.into())
-    }
-
-    fn parse_raw(wire: RawProcessingRequest) -> Self {
+    pub(super) fn parse(wire: RawProcessingRequest) -> Self {
         let modes = wire.protocol_config.map(|config| BodyModes {
             request: body_mode(config.request_body_mode),
             response: body_mode(config.response_body_mode),
@@ -157,6 +105,8 @@ impl IncomingMessage {
     }
 }
 
+/// Reads a mode. Unknown modes are handled like `GRPC`: the request is routed by its headers, and
+/// received body messages are returned.
 fn body_mode(wire: i32) -> BodyMode {
-    BodySendMode::try_from(wire).map_or(BodyMode::Grpc, BodyMode::from)
+    BodyMode::try_from(wire).unwrap_or(BodyMode::Grpc)
 }

@@ -8,9 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::ProcessingMode;
-use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::{
-    BodySendMode, HeaderSendMode,
-};
+use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::HeaderSendMode;
 use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
@@ -146,7 +144,9 @@ pub(super) fn body_pieces(
 /// Returns the replies to a piece of a body that does not change.
 pub(super) fn pass_body(to: MessageKind, mode: BodyMode, piece: &BodyPiece) -> Vec<ExtProcReply> {
     match mode {
-        BodyMode::FullDuplex => body_pieces(to, piece.body.clone(), piece.is_last()).collect(),
+        BodyMode::FullDuplexStreamed => {
+            body_pieces(to, piece.body.clone(), piece.is_last()).collect()
+        }
         // A gRPC message is returned with its flags.
         BodyMode::Grpc => vec![ExtProcReply::Piece(ReturnedPiece::new(to, piece.clone()))],
         _ => vec![continue_with(to, HeaderChanges::default()).into()],
@@ -234,17 +234,17 @@ pub(super) fn with_response_body_sent(
     mut reply: ProcessingResponse,
     request: BodyMode,
 ) -> ProcessingResponse {
-    reply.mode_override = Some(processing_mode(request.into(), BodySendMode::Streamed));
+    reply.mode_override = Some(processing_mode(request, BodyMode::Streamed));
     reply
 }
 
 /// Asks Envoy not to send the request body of this exchange.
 pub(super) fn without_request_body(mut reply: ProcessingResponse) -> ProcessingResponse {
-    reply.mode_override = Some(processing_mode(BodySendMode::None, BodySendMode::None));
+    reply.mode_override = Some(processing_mode(BodyMode::None, BodyMode::None));
     reply
 }
 
-fn processing_mode(request: BodySendMode, response: BodySendMode) -> ProcessingMode {
+fn processing_mode(request: BodyMode, response: BodyMode) -> ProcessingMode {
     ProcessingMode {
         request_header_mode: HeaderSendMode::Send.into(),
         response_header_mode: HeaderSendMode::Send.into(),
@@ -252,7 +252,7 @@ fn processing_mode(request: BodySendMode, response: BodySendMode) -> ProcessingM
         response_body_mode: response.into(),
         // Full-duplex mode requires trailers.
         request_trailer_mode: match request {
-            BodySendMode::FullDuplexStreamed | BodySendMode::Grpc => HeaderSendMode::Send.into(),
+            BodyMode::FullDuplexStreamed | BodyMode::Grpc => HeaderSendMode::Send.into(),
             _ => HeaderSendMode::Skip.into(),
         },
         // For the trailers, Envoy keeps the gRPC stream open until the response ends, so warmroute

@@ -4,6 +4,7 @@
 
 mod counters;
 
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,16 +15,35 @@ use warmroute_core::worker::ModelName;
 use warmroute_metrics::{Metrics, ModelLabel};
 use warmroute_tokens::openai::ApiKind;
 
-use super::config::FailureMode;
+use super::config::{FailureConfig, FailureMode, ResponseConfig};
 use super::exchange::InboundRequest;
 use super::headers::{self, RequestHead};
-use super::policy::ExchangePolicy;
 use super::reject::{self, RequestRejection};
 use super::reply::{BodyEdit, ImmediateReply, ModelRename, RouteReply};
 use crate::dispatch::{ActiveRequest, DispatchError, Dispatcher};
 use crate::prefill::{PrefillOutcome, PrefillPlan, PrefillPlanner, RemotePrefill};
 use crate::request::pool_routes::PoolAuthorities;
 use crate::request::{PreprocessedRequest, RequestBody, RequestPreprocessor};
+
+/// Configured handling of requests and of their responses.
+#[derive(Clone, Debug, Default)]
+pub struct ExchangePolicy {
+    /// Handling of requests that cannot be routed or read.
+    pub failure: FailureConfig,
+    /// Failure modes of models, which take precedence over `failure.mode`.
+    pub model_failure_modes: HashMap<ModelName, FailureMode>,
+    /// Whether front ends choose both workers of a request without routing headers, so that Envoy
+    /// may forward a request for which there is no prefill worker.
+    pub fails_open_without_prefill: bool,
+    /// Models whose engines send the response headers together with the first token.
+    pub first_token_with_headers: HashSet<ModelName>,
+    /// Headers that describe the route. Formatting the explanation takes a microsecond.
+    pub response_headers: ResponseConfig,
+    /// Whether conformance tests may name the candidate endpoints.
+    pub conformance: bool,
+    /// Whether rejections set llm-d's header with the reason.
+    pub dropped_reason_header: bool,
+}
 
 /// Outcome of one request.
 pub enum RoutingOutcome {
@@ -221,7 +241,11 @@ impl RequestPipeline {
             expected.delays_headers && self.policy.first_token_with_headers.contains(&route.model);
         let reply = RouteReply {
             target: RouteTarget {
-                why: self.policy.why_header.then(|| route.summary_line().into()),
+                why: self
+                    .policy
+                    .response_headers
+                    .why
+                    .then(|| route.summary_line().into()),
                 ..route.target()
             },
             body_edit: edit,

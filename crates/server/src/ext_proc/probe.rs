@@ -7,7 +7,7 @@
 use warmroute_tokens::openai::usage::ContentDetector;
 
 use super::header_changes::HeaderChanges;
-use super::message::{BodyModes, ExchangeMessage, IncomingMessage};
+use super::message::{BodyModes, ExchangeMessage, IncomingMessage, is_sent_back};
 use super::mutation::{self, MessageKind};
 use super::response_content::{ContentReport, MissingContent};
 use super::returned_piece::ExtProcReply;
@@ -85,9 +85,7 @@ impl FirstTokenProbe {
         };
         // If the response passes through warmroute, ending the stream early would lose the rest of
         // it.
-        let duplex = self
-            .modes
-            .is_some_and(|modes| modes.response.is_sent_back());
+        let duplex = self.modes.is_some_and(|modes| is_sent_back(modes.response));
         let is_first = report.is_some() && !std::mem::replace(&mut self.has_reported, true);
         ProbeReply {
             replies,
@@ -242,7 +240,7 @@ mod tests {
         let mut duplex = FirstTokenProbe::default();
         let modes = BodyModes {
             request: BodyMode::None,
-            response: BodyMode::FullDuplex,
+            response: BodyMode::FullDuplexStreamed,
         };
         let first = IncomingMessage {
             modes: Some(modes),

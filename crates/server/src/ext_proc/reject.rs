@@ -10,7 +10,7 @@ use warmroute_tokens::openai;
 
 use super::config::FailureMode;
 use super::headers;
-use super::policy::ExchangePolicy;
+use super::pipeline::ExchangePolicy;
 use super::reply::ImmediateReply;
 use crate::dispatch::DispatchError;
 use crate::prefill::UncheckedBodyError;
@@ -22,13 +22,7 @@ const DEFAULT_RETRY_AFTER: Duration = Duration::from_secs(1);
 pub(super) fn prefill_timeout() -> ImmediateReply {
     let message = "the prefill of this request timed out";
     let error = json!({"error": {"message": message, "type": "service_unavailable_error", "param": null, "code": "prefill_failed"}});
-    let body = error.to_string().into_bytes();
-    ImmediateReply {
-        status: 504,
-        headers: Vec::new(),
-        body,
-        details: "warmroute_prefill_failed",
-    }
+    ImmediateReply::new(504, &error, "warmroute_prefill_failed")
 }
 
 /// Reason to reject a request, or to leave it to Envoy.
@@ -119,7 +113,7 @@ impl RequestRejection<'_> {
         if !request_id.is_empty() {
             headers.push((headers::REQUEST_ID, request_id.to_owned()));
         }
-        if policy.mode_header {
+        if policy.response_headers.mode {
             headers.push((headers::MODE, "rejected".to_owned()));
         }
         if let Some(dropped_reason) = reply
@@ -128,12 +122,9 @@ impl RequestRejection<'_> {
         {
             headers.push((headers::DROPPED_REASON, dropped_reason.to_owned()));
         }
-        let body = error.to_string().into_bytes();
         Some(ImmediateReply {
-            status: reply.status,
             headers,
-            body,
-            details: "warmroute_refused",
+            ..ImmediateReply::new(reply.status, &error, "warmroute_refused")
         })
     }
 
@@ -151,19 +142,19 @@ impl RequestRejection<'_> {
     }
 
     fn error_reply(&self) -> ErrorReply {
-        const NO_ENDPOINTS: &str = "rejected-no-endpoints";
         const SATURATED: &str = "rejected-saturated";
+        let unavailable = |code| {
+            ErrorReply::new(503, code).with_retry(DEFAULT_RETRY_AFTER, "rejected-no-endpoints")
+        };
         let error = match self {
             RequestRejection::Routing(error, _) => error,
-            RequestRejection::UnknownModel(_) => {
-                return ErrorReply::new(404, "model_not_found");
-            }
-            RequestRejection::Unreadable(_) => return ErrorReply::new(400, "invalid_body"),
+            RequestRejection::UnknownModel(_) => return ErrorReply::new(404, "model_not_found"),
             RequestRejection::TooLarge
             | RequestRejection::Unchecked(UncheckedBodyError::TooLarge) => {
                 return ErrorReply::new(413, "body_too_large");
             }
-            RequestRejection::Unchecked(UncheckedBodyError::Unreadable) => {
+            RequestRejection::Unreadable(_)
+            | RequestRejection::Unchecked(UncheckedBodyError::Unreadable) => {
                 return ErrorReply::new(400, "invalid_body");
             }
             RequestRejection::Unchecked(UncheckedBodyError::OverBudget) => {
@@ -173,23 +164,15 @@ impl RequestRejection<'_> {
         };
         match error {
             DispatchError::Refused(RouteError::NoFleet | RouteError::NoCandidate) => {
-                ErrorReply::new(503, "no_worker").with_retry(DEFAULT_RETRY_AFTER, NO_ENDPOINTS)
+                unavailable("no_worker")
             }
-            DispatchError::Panicked => {
-                ErrorReply::new(503, "router_error").with_retry(DEFAULT_RETRY_AFTER, NO_ENDPOINTS)
-            }
+            DispatchError::Panicked => unavailable("router_error"),
             DispatchError::Refused(RouteError::Pin(_)) => ErrorReply::new(400, "invalid_worker"),
             DispatchError::Refused(RouteError::Overloaded(_)) => {
                 ErrorReply::new(429, "overloaded").with_retry(DEFAULT_RETRY_AFTER, SATURATED)
             }
-            DispatchError::Refused(RouteError::Unsatisfied) => {
-                ErrorReply::new(503, "no_eligible_worker")
-                    .with_retry(DEFAULT_RETRY_AFTER, NO_ENDPOINTS)
-            }
-            DispatchError::Refused(RouteError::NoPrefill) => {
-                ErrorReply::new(503, "no_prefill_worker")
-                    .with_retry(DEFAULT_RETRY_AFTER, NO_ENDPOINTS)
-            }
+            DispatchError::Refused(RouteError::Unsatisfied) => unavailable("no_eligible_worker"),
+            DispatchError::Refused(RouteError::NoPrefill) => unavailable("no_prefill_worker"),
             DispatchError::Overflow { retry_after, .. } => {
                 ErrorReply::new(429, "queue_full").with_retry(*retry_after, SATURATED)
             }
@@ -236,13 +219,7 @@ pub(super) fn query_reply(route: &Route, tokens: &[Vec<u32>]) -> ImmediateReply 
         "overlap_blocks": computed_by.overlap,
         "predicted_cached_tokens": computed_by.cached_tokens,
     });
-    let body = answer.to_string().into_bytes();
-    ImmediateReply {
-        status: 200,
-        headers: Vec::new(),
-        body,
-        details: "warmroute_choice",
-    }
+    ImmediateReply::new(200, &answer, "warmroute_choice")
 }
 
 #[cfg(test)]
@@ -313,7 +290,6 @@ mod tests {
             (overflow, Some(429), (429, Some("2"), "queue_full")),
         ];
         let policy = ExchangePolicy {
-            mode_header: true,
             dropped_reason_header: true,
             ..ExchangePolicy::default()
         };
@@ -391,7 +367,7 @@ mod tests {
                 body["error"]["message"].as_str().unwrap().contains(text),
                 "{body}"
             );
-            assert!(answer.headers.is_empty(), "{:?}", answer.headers);
+            assert_eq!(answer.headers, [(headers::MODE, "rejected".to_owned())]);
         }
     }
 }

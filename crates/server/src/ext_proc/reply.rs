@@ -75,3 +75,14 @@ pub struct ImmediateReply {
     /// Response details for Envoy's logs.
     pub details: &'static str,
 }
+
+impl ImmediateReply {
+    pub(super) fn new(status: u16, body: &serde_json::Value, details: &'static str) -> Self {
+        Self {
+            status,
+            headers: Vec::new(),
+            body: body.to_string().into_bytes(),
+            details,
+        }
+    }
+}

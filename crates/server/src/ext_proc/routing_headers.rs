@@ -314,15 +314,12 @@ fn lowercase(name: &str) -> HeaderKey {
 mod tests {
     use super::*;
     use warmroute_core::router::{Mode, RankEndpoint};
-    use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
+    use warmroute_core::worker::WorkerRank;
 
     fn rank_endpoint(worker: u64, port: u16, several_ranks: bool) -> RankEndpoint {
         let endpoint = WorkerEndpoint(([10, 0, 0, 1], port).into());
         RankEndpoint {
-            rank: WorkerRank {
-                worker: WorkerId(worker),
-                rank: DpRank(1),
-            },
+            rank: WorkerRank::new(worker, 1),
             endpoint,
             via: Default::default(),
             several_ranks,

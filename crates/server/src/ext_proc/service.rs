@@ -12,7 +12,7 @@ use tonic::metadata::MetadataMap;
 use tonic::server::StreamingService;
 use tonic::{Request, Response, Status, Streaming};
 use warmroute_core::envoy_names::{FILTER_ROLE, PROBE_FILTER, PROBED_FILTER, RETRY_FILTER};
-use warmroute_metrics::OutcomeLabel;
+use warmroute_metrics::{OutcomeLabel, count_outcome};
 
 use super::exchange::ExchangeStart;
 use super::gateway::GatewayTraits;
@@ -49,10 +49,9 @@ impl ExtProcService {
         call: CallMetadata,
     ) -> Result<(), Status> {
         let filter = call.filter;
-        let Some(first) = self.state.receive(&mut incoming).await? else {
+        let Some(first) = self.receive(&mut incoming).await? else {
             return Ok(());
         };
-        let first = IncomingMessage::parse(first);
         // The futures are boxed, so that each stream has the size of its role.
         if filter == FilterRole::Retry {
             return Box::pin(self.run_retry_filter(first, incoming, replies)).await;
@@ -74,6 +73,14 @@ impl ExtProcService {
         };
         let stream = ExchangeStream::new(self.state, self.config, call, start);
         Box::pin(stream.run(first)).await
+    }
+
+    async fn receive(
+        &self,
+        incoming: &mut Streaming<RawProcessingRequest>,
+    ) -> Result<Option<IncomingMessage>, Status> {
+        let message = self.state.receive(incoming).await?;
+        Ok(message.map(IncomingMessage::parse))
     }
 
     /// Returns the pool that the authority of a call selects.
@@ -112,13 +119,7 @@ impl ExtProcService {
             }
             match reply.outcome {
                 Some(outcome) => counter.outcome = outcome,
-                None => {
-                    next = self
-                        .state
-                        .receive(&mut incoming)
-                        .await?
-                        .map(IncomingMessage::parse)
-                }
+                None => next = self.receive(&mut incoming).await?,
             }
         }
         Ok(())
@@ -149,11 +150,7 @@ impl ExtProcService {
                 }
             }
             if !reply.ends_stream {
-                next = self
-                    .state
-                    .receive(&mut incoming)
-                    .await?
-                    .map(IncomingMessage::parse);
+                next = self.receive(&mut incoming).await?;
             }
         }
         Ok(())
@@ -168,11 +165,7 @@ struct OutcomeCounter<'m> {
 
 impl Drop for OutcomeCounter<'_> {
     fn drop(&mut self) {
-        self.family
-            .get_or_create(&OutcomeLabel {
-                outcome: self.outcome,
-            })
-            .inc();
+        count_outcome(self.family, self.outcome);
     }
 }
 

@@ -39,11 +39,13 @@ pub struct ExchangeConfig {
 
 /// State that outlives a configuration.
 pub struct ExtProcState {
-    pub(super) metrics: Arc<Metrics>,
+    /// Metrics.
+    pub metrics: Arc<Metrics>,
     pub(super) first_tokens: Arc<FirstTokenRegistry>,
     pub(super) retries: Arc<RetryRegistry>,
     pub(super) body_budget: Arc<BodyBudget>,
-    pub(super) audit: Arc<CacheAudit>,
+    /// Audit, which compares the cache reports of engines with the predictions.
+    pub audit: Arc<CacheAudit>,
     warned_of_streamed_bodies: AtomicBool,
     warned_of_unreadable: AtomicBool,
     warned_of_undecided: AtomicBool,
@@ -66,16 +68,6 @@ impl ExtProcState {
             warned_of_undecided: AtomicBool::new(false),
             unknown_authorities: Mutex::default(),
         })
-    }
-
-    /// Returns the metrics.
-    pub fn metrics(&self) -> &Arc<Metrics> {
-        &self.metrics
-    }
-
-    /// Returns the audit, which compares the cache reports of engines with the predictions.
-    pub fn audit(&self) -> &Arc<CacheAudit> {
-        &self.audit
     }
 
     /// Registers the listener that receives the keys of exchanges of other replicas after this

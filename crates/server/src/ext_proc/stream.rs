@@ -16,7 +16,7 @@ use warmroute_tokens::openai;
 use super::body_budget::BodyBudgetShare;
 use super::exchange::{Effect, Exchange, ExchangeStart, InboundRequest};
 use super::first_tokens::FirstTokenWaiter;
-use super::gateway::{GatewayTraits, ResponseAttribution};
+use super::gateway::GatewayTraits;
 use super::guard::ExchangeGuard;
 use super::message::{ExchangeMessage, IncomingMessage};
 use super::pipeline::RoutingOutcome;
@@ -256,7 +256,7 @@ impl ExchangeStream {
             return Ok(());
         };
         if let ExchangeMessage::ResponseHeaders { head, .. } = &mut message
-            && self.gateway.attribute(head) == ResponseAttribution::Ambiguous
+            && !self.gateway.decide_source(head)
         {
             self.state.warn_of_undecided_source();
         }

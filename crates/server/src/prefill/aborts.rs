@@ -20,7 +20,7 @@ use tracing::debug;
 use warmroute_core::worker::WorkerEndpoint;
 use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl};
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 
 /// Delays of the repeated aborts. A copy may be several megabytes long, and Envoy may have to
 /// connect first.
@@ -70,13 +70,8 @@ struct AbortRequest {
 }
 
 impl AbortClient {
-    /// Creates a client, which connects at the first abort.
-    pub fn new(engines: &EnginesConfig, metrics: Arc<Metrics>) -> Result<Arc<Self>, EngineError> {
-        Self::with_tracker(engines, metrics, TaskTracker::new())
-    }
-
-    /// Creates a client whose running aborts count in `task_tracker`.
-    pub fn with_tracker(
+    /// Creates a client, which connects at the first abort. Running aborts count in `task_tracker`.
+    pub fn new(
         engines: &EnginesConfig,
         metrics: Arc<Metrics>,
         task_tracker: TaskTracker,
@@ -208,11 +203,7 @@ impl AbortClient {
     }
 
     fn count(&self, outcome: &'static str) {
-        self.metrics
-            .prefill
-            .aborts
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.prefill.aborts, outcome);
     }
 }
 

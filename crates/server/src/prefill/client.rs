@@ -25,7 +25,7 @@ use warmroute_core::health::RequestOutcome;
 use warmroute_core::worker::WorkerEndpoint;
 use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_engines::engine_client::{EngineClient, EngineError, ForwardedRequest};
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 
 use super::handoff::{HandoffError, PrefillBody, PrefillResponse};
 
@@ -313,7 +313,7 @@ impl PrefillClient {
         let in_flight = InFlightPrefill::begin(self.metrics.clone());
         let sending = Arc::new(SendState::default());
         let started = Instant::now();
-        let (body, pending) = call.body.into_parts();
+        let (body, into_response) = call.body.into_parts();
         let notifying = |body, started_tx| {
             reqwest::Body::wrap(NotifyingBody {
                 body: Some(body),
@@ -350,7 +350,7 @@ impl PrefillClient {
             }
         };
         let answer = answer
-            .map(|answer| pending.response(answer))
+            .map(into_response)
             .map_err(PrefillError::from_engine_error);
         in_flight.finish(
             answer
@@ -365,11 +365,7 @@ impl PrefillClient {
     }
 
     fn count(&self, outcome: &'static str) {
-        self.metrics
-            .prefill
-            .calls
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.prefill.calls, outcome);
     }
 }
 

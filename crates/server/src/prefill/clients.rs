@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use thiserror::Error;
+use anyhow::Context as _;
 use tokio_util::task::TaskTracker;
 use warmroute_core::worker::ModelName;
 use warmroute_engines::engine_client::EngineError;
@@ -27,22 +27,6 @@ pub struct PrefillClients {
     aborts: Option<Arc<AbortClient>>,
 }
 
-/// Error of a client that could not be created.
-#[derive(Debug, Error)]
-pub enum PrefillClientsError {
-    /// The prefill client of a model could not be created.
-    #[error("the prefills of {model}")]
-    Prefill {
-        /// The model.
-        model: ModelName,
-        /// The error of the HTTP client.
-        source: EngineError,
-    },
-    /// The client for aborts could not be created.
-    #[error(transparent)]
-    Aborts(#[from] EngineError),
-}
-
 impl PrefillClients {
     /// Returns the clients for another configuration, and reuses unchanged clients. Running
     /// prefills and aborts of new clients count in `tasks`.
@@ -52,7 +36,7 @@ impl PrefillClients {
         engines: &EnginesConfig,
         metrics: &Arc<Metrics>,
         tasks: &TaskTracker,
-    ) -> Result<Self, PrefillClientsError> {
+    ) -> anyhow::Result<Self> {
         let mut next = Self::default();
         for (model, config) in models {
             if config.mode == PrefillMode::Header {
@@ -60,16 +44,13 @@ impl PrefillClients {
             }
             let client = self
                 .prefill_client(model, config, engines, metrics)
-                .map_err(|source| PrefillClientsError::Prefill {
-                    model: model.clone(),
-                    source,
-                })?;
+                .with_context(|| format!("the prefills of {model}"))?;
             next.by_model
                 .insert(model.clone(), client.with_tracker(tasks.clone()));
             if config.mode == PrefillMode::Mirror && next.aborts.is_none() {
                 next.aborts = Some(match &self.aborts {
                     Some(aborts) => aborts.reconfigure(engines)?,
-                    None => AbortClient::with_tracker(engines, metrics.clone(), tasks.clone())?,
+                    None => AbortClient::new(engines, metrics.clone(), tasks.clone())?,
                 });
             }
         }

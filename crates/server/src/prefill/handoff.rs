@@ -116,30 +116,10 @@ impl PrefillBody {
         }
     }
 
-    /// Returns the body, and the token that ties the response to it.
-    pub(super) fn into_parts(self) -> (Bytes, PendingResponse) {
-        (
-            self.body,
-            PendingResponse {
-                number: self.number,
-            },
-        )
-    }
-}
-
-/// Token of a running call.
-#[derive(Debug)]
-pub(super) struct PendingResponse {
-    number: HandoffNumber,
-}
-
-impl PendingResponse {
-    /// Wraps the response.
-    pub(super) fn response(self, answer: Bytes) -> PrefillResponse {
-        PrefillResponse {
-            body: answer,
-            number: self.number,
-        }
+    /// Returns the body, and a function that ties the response to it.
+    pub(super) fn into_parts(self) -> (Bytes, impl FnOnce(Bytes) -> PrefillResponse) {
+        let number = self.number;
+        (self.body, |body| PrefillResponse { body, number })
     }
 }
 

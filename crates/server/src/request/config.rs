@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{PathStep, Problem};
+use warmroute_settings::{Problem, header_name_problem, header_name_problems};
 
 use super::routing_hints::HeaderLookup;
 
@@ -47,27 +47,13 @@ impl ClientsConfig {
 
     /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
-        let is_invalid = |name: &&String| {
-            name.is_empty()
-                || !name
-                    .bytes()
-                    .all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
-        };
-        let name = self.tenant_header.as_ref().filter(is_invalid);
-        let text = |name: &String| {
-            format!("`{name}` is not the name of a header; write for example x-tenant-id")
-        };
-        let of_tenant = name.map(|name| Problem::of("tenant_header", text(name)));
-        let objectives = self
-            .objective_headers
-            .iter()
-            .enumerate()
-            .filter(|(_, name)| is_invalid(name));
-        let path = |at: usize| [PathStep::from("objective_headers"), at.into()];
-        let of_objectives = objectives.map(|(at, name)| {
-            let text = format!("`{name}` is not the name of a header; write for example x-gateway-inference-objective");
-            Problem::at(path(at), text)
-        });
-        of_tenant.into_iter().chain(of_objectives).collect()
+        let tenant = self.tenant_header.iter();
+        tenant
+            .filter_map(|name| header_name_problem("tenant_header", name))
+            .chain(header_name_problems(
+                "objective_headers",
+                &self.objective_headers,
+            ))
+            .collect()
     }
 }

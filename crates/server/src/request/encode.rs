@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tracing::{debug, warn};
@@ -19,14 +19,29 @@ use warmroute_tokens::openai::{
     self, ApiKind, ApiWorkload, MessageReuse, NvExt, ParseError, PromptInput,
 };
 
-use super::body::RequestBody;
 use super::encode_time::{EncodeKind, thread_cpu_time};
 use super::engine_tokens::{EngineTokensClient, EngineTokensResult, RenderQuery};
-use super::header_context::HeaderContext;
 use super::partial_request::{BodyFields, PartialRequest, PromptEncoding, estimate_tokens};
+use super::preprocess::RequestBody;
 use super::preprocessor::RequestPreprocessor;
 use super::prompt_encoder::{ParsedRequest, PromptEncoder, StageTimer, unknown_prompt_reason};
 use crate::dispatch::ResponseReference;
+
+/// Values that are needed to encode the body.
+pub(super) struct HeaderContext {
+    /// Boundary of the parts of a form.
+    pub(super) form_boundary: Option<String>,
+    /// The tenant, which separates caches if the engines read the same header.
+    pub(super) tenant: Option<String>,
+    /// Whether the session id can only be in the body.
+    pub(super) is_session_in_body: bool,
+    /// Tokens that engines computed for the prompt.
+    pub(super) engine_tokens: EngineTokensResult,
+    /// Time spent waiting for engines.
+    pub(super) engine_wait: Duration,
+    /// Deadline of tokenization.
+    pub(super) deadline: Option<Instant>,
+}
 
 impl RequestPreprocessor {
     /// Encodes a body, on this thread or on an encoder thread.
@@ -158,12 +173,14 @@ impl RequestPreprocessor {
             warn!("tokenizer panicked");
             PartialRequest::without_body(api, body.len(), Reason::EncodeFailed)
         });
-        let PartialRequest { fields, blocks, .. } = &partial;
+        let PartialRequest {
+            fields, prompts, ..
+        } = &partial;
         // The time of a partial tokenization says nothing about the time of a whole body.
         if let Some(started) = started
-            && !matches!(blocks.prompt, RoutePrompt::Truncated { .. })
+            && !matches!(prompts.prompt, RoutePrompt::Truncated { .. })
         {
-            let kind = if blocks.is_own_tokenization() {
+            let kind = if prompts.is_own_tokenization() {
                 EncodeKind::Tokenized
             } else {
                 EncodeKind::ParsedOnly
@@ -180,7 +197,7 @@ impl RequestPreprocessor {
                 .push(("engine_tokens", context.engine_wait));
         }
         PartialRequest {
-            blocks: partial.blocks.degrade_without_parity(source),
+            prompts: partial.prompts.degrade_without_parity(source),
             ..partial
         }
     }
@@ -188,7 +205,7 @@ impl RequestPreprocessor {
     /// Returns the session id in a body, if no header can contain it.
     fn session_in_body(&self, context: &HeaderContext, body: &[u8]) -> Option<String> {
         self.parts
-            .session_fields
+            .sessions
             .as_ref()
             .filter(|_| context.is_session_in_body)?
             .id_in_body(body)
@@ -246,9 +263,9 @@ impl RequestPreprocessor {
             reuse,
             token_data,
         };
-        let estimated = untokenized_prompt(&parsed.request.prompt).unwrap_or(unread.blocks);
+        let estimated = untokenized_prompt(&parsed.request.prompt).unwrap_or(unread.prompts);
         let estimate = estimated.prompt.tokens();
-        let blocks = match &fields.resolved {
+        let prompts = match &fields.resolved {
             None if api.workload() == ApiWorkload::None => estimated,
             None => PromptEncoding::estimated(estimate, Reason::UnknownModel),
             Some(_) if parsed.request.prompt == PromptInput::NoPrompt => estimated,
@@ -259,7 +276,7 @@ impl RequestPreprocessor {
             }
         };
         PartialRequest {
-            blocks,
+            prompts,
             fields,
             stage_times: timer.into_times(),
         }

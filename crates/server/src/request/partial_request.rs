@@ -24,7 +24,7 @@ pub(super) const MAX_ESTIMATED_TOKENS: u64 = 131_072;
 /// Result of reading a body.
 pub(super) struct PartialRequest {
     pub(super) fields: BodyFields,
-    pub(super) blocks: PromptEncoding,
+    pub(super) prompts: PromptEncoding,
     pub(super) stage_times: Vec<(&'static str, Duration)>,
 }
 
@@ -62,7 +62,7 @@ pub(super) struct PromptEncoding {
 impl PartialRequest {
     /// Returns a request whose body was not read, and the reason.
     pub(super) fn without_body(api: ApiKind, bytes: usize, reason: Reason) -> Self {
-        let blocks = match api.workload() {
+        let prompts = match api.workload() {
             // A request without a prompt causes no load, whatever its error.
             ApiWorkload::None => PromptEncoding::estimated(0, Reason::NotInference),
             ApiWorkload::Prompt | ApiWorkload::LoadOnly if api.has_text_body() => {
@@ -72,7 +72,7 @@ impl PartialRequest {
         };
         Self {
             fields: BodyFields::default(),
-            blocks,
+            prompts,
             stage_times: Vec::new(),
         }
     }

@@ -8,9 +8,8 @@ use warmroute_core::policy::Constraints;
 use warmroute_core::router::{Reason, RemoteOverlaps, RoutePrompt, RouteRequest, SharedBlocks};
 use warmroute_tokens::openai::{self, ApiKind, ApiWorkload, NvExt};
 
-use super::body::RequestBody;
+use super::encode::HeaderContext;
 use super::engine_tokens::EngineTokensResult;
-use super::header_context::HeaderContext;
 use super::models::ResolvedModel;
 use super::partial_request::{BodyFields, PartialRequest, PromptEncoding};
 use super::preprocessor::RequestPreprocessor;
@@ -18,6 +17,40 @@ use super::prompt_encoder::PromptEncoder;
 use super::routing_hints::{HeaderLookup, RoutingHints};
 use crate::cluster::remote_index::{OverlapQuery, RemoteIndexClient};
 use crate::dispatch::{RequestSession, ResponseReference};
+
+/// The received part of a request body.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RequestBody {
+    /// The request has no body.
+    Absent,
+    /// The request may have a body, which was not needed or not received.
+    NotReceived,
+    /// The whole body.
+    Whole(Bytes),
+    /// The request may have a body, which is received only after the route was chosen.
+    Streamed,
+    /// The beginning of the body.
+    Truncated {
+        /// The bytes received.
+        received: Bytes,
+        /// The length that the client announced.
+        length: Option<u64>,
+    },
+    /// The beginning of a body that exceeds the limit.
+    TooLarge {
+        /// The bytes received.
+        received: Bytes,
+        /// A lower bound of the body's length.
+        bytes: u64,
+    },
+    /// A body that did not fit into the budget.
+    OverBudget {
+        /// The length of the body in bytes.
+        bytes: usize,
+        /// The model of the body, if a quick search found it.
+        model: Option<String>,
+    },
+}
 
 /// A preprocessed request.
 #[derive(Clone, Debug)]
@@ -137,7 +170,7 @@ impl RequestPreprocessor {
                 response_reference,
                 ..BodyFields::default()
             },
-            blocks: PromptEncoding::estimated(0, Reason::NotInference),
+            prompts: PromptEncoding::estimated(0, Reason::NotInference),
             stage_times: Vec::new(),
         }
     }
@@ -151,16 +184,16 @@ impl RequestPreprocessor {
     ) -> PreprocessedRequest {
         let PartialRequest {
             fields,
-            blocks,
+            prompts,
             stage_times,
         } = partial;
         let tenant = self.parts.clients.tenant(headers);
         let extension = fields.extension.as_deref();
         let hints = self.routing_hints(headers, extension, pool.as_deref());
         let control = extension.and_then(|extension| extension.session_control.as_ref());
-        let session_fields = self.parts.session_fields.as_ref();
-        let session = session_fields
-            .and_then(|session_fields| session_fields.parse(headers, fields.session, control))
+        let sessions = self.parts.sessions.as_ref();
+        let session = sessions
+            .and_then(|sessions| sessions.parse(headers, fields.session, control))
             .map(|session| RequestSession {
                 tenant: tenant.clone(),
                 ..session
@@ -177,14 +210,14 @@ impl RequestPreprocessor {
                 overrides: hints.overrides,
                 expected_output_tokens: hints.expected_output_tokens,
                 priority: hints.priority,
-                tracked_blocks: blocks.tracked_blocks,
-                parity: blocks.parity,
+                tracked_blocks: prompts.tracked_blocks,
+                parity: prompts.parity,
                 max_output_tokens: fields.max_output_tokens,
                 is_streamed: fields.is_streamed,
                 reads_prefix_cache: !fields.skips_prefix_cache,
                 // Engines may also compute a prompt for unknown paths.
                 computes: api.is_none_or(|api| api.workload() != ApiWorkload::None),
-                ..RouteRequest::new(model, blocks.prompt)
+                ..RouteRequest::new(model, prompts.prompt)
             },
             api,
             requested_model: fields.requested_model,
@@ -195,7 +228,7 @@ impl RequestPreprocessor {
                 ..fields.response_reference
             },
             is_query: hints.is_query,
-            tokens: blocks.tokens,
+            tokens: prompts.tokens,
             stage_times,
         }
     }
@@ -232,13 +265,12 @@ impl RequestPreprocessor {
     }
 
     fn header_context(&self, headers: HeaderLookup<'_>) -> HeaderContext {
-        let session_fields = self.parts.session_fields.as_ref();
+        let sessions = self.parts.sessions.as_ref();
         HeaderContext {
             form_boundary: headers("content-type")
                 .and_then(|value| openai::multipart_boundary(&value)),
             tenant: self.parts.clients.tenant(headers),
-            is_session_in_body: session_fields
-                .is_some_and(|session_fields| session_fields.is_only_in_body(headers)),
+            is_session_in_body: sessions.is_some_and(|sessions| sessions.is_only_in_body(headers)),
             engine_tokens: EngineTokensResult::NotRequested,
             engine_wait: Duration::ZERO,
             deadline: None,

@@ -19,7 +19,7 @@ use super::models::{ModelRegistry, ResolvedModel};
 use super::pool_routes::{PoolAuthorities, PoolRoutesConfig};
 use super::rewrite::{RequestedModel, RewriteRules, RewrittenBody};
 use super::routing_hints::HeaderLookup;
-use super::sessions::SessionFields;
+use super::sessions::SessionsConfig;
 use super::shared_cache::SharedCacheLookup;
 use crate::cluster::remote_index::RemoteIndexClient;
 use crate::tracking_hash::TrackingHash;
@@ -92,8 +92,8 @@ pub struct PreprocessorParts {
     pub limits: EncodeLimits,
     /// Hash that identifies blocks in load tracking.
     pub tracking_hash: TrackingHash,
-    /// Fields with the session id; `None` without sessions.
-    pub session_fields: Option<SessionFields>,
+    /// Source of the session id; `None` without sessions.
+    pub sessions: Option<SessionsConfig>,
     /// The cache that all workers share.
     pub shared_cache: Option<SharedCacheLookup>,
     /// Client of a remote index.
@@ -135,12 +135,6 @@ impl RequestPreprocessor {
     /// Returns the API of a request.
     pub fn api(&self, path: &str, headers: HeaderLookup<'_>) -> Option<ApiKind> {
         self.parts.paths.api_of_request(path, headers)
-    }
-
-    /// Returns whether the body of a request is read at all. Envoy does not have to send other
-    /// bodies.
-    pub fn wants_body(&self, path: &str, headers: HeaderLookup<'_>) -> bool {
-        self.api(path, headers).is_some_and(ApiKind::wants_body)
     }
 
     /// Returns the pools by the authority of a call.

@@ -17,8 +17,8 @@ use warmroute_tokens::openai::{
 };
 use warmroute_tokens::prompt::{EncodeError, EngineKind, PromptTokens, StopReason, TokenBudget};
 
+use super::encode::HeaderContext;
 use super::engine_tokens::{EngineTokensResult, TokenSource};
-use super::header_context::HeaderContext;
 use super::models::{ConfiguredModel, ResolvedModel};
 use super::partial_request::PromptEncoding;
 use super::preprocessor::PreprocessorParts;

@@ -9,7 +9,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::worker::ModelName;
-use warmroute_settings::{PathStep, Problem, is_header_name};
+use warmroute_settings::{PathStep, Problem, all_within, header_name_problems};
 
 /// The `routing.model_rewrites:` section.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -242,18 +242,7 @@ impl RewriteRule {
 impl RewritesConfig {
     /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
-        let mut problems = Vec::new();
-        for (at, name) in self
-            .headers
-            .iter()
-            .enumerate()
-            .filter(|(_, name)| !is_header_name(name))
-        {
-            let text = format!(
-                "`{name}` cannot be the name of a header; write letters, digits and hyphens"
-            );
-            problems.push(Problem::at([PathStep::from("headers"), at.into()], text));
-        }
+        let mut problems: Vec<_> = header_name_problems("headers", &self.headers).collect();
         let mut named = HashSet::new();
         let mut for_all = false;
         for (at, rule) in self.rules.iter().enumerate() {
@@ -273,11 +262,7 @@ impl RewritesConfig {
                     "earlier rules match all requests of this one, so it is never used; remove one";
                 problems.push(Problem::at(path, text));
             }
-            problems.extend(
-                rule.problems()
-                    .into_iter()
-                    .map(|problem| problem.within(at).within("rules")),
-            );
+            problems.extend(all_within("rules", all_within(at, rule.problems())));
         }
         problems
     }

@@ -1,24 +1,112 @@
-//! Session id of a request, from a header or from a field of the body.
+//! `sessions:`: source of the session id in a request, and affinity of a session to its worker
+//! rank. Without the section, requests have no sessions.
 
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use warmroute_core::sessions::SessionRules;
+use warmroute_engines::engine_sessions::config::EngineSessionsConfig;
+use warmroute_settings::{DurationSetting, Problem, all_within, header_name_problems};
 use warmroute_tokens::openai::{self, SessionAction, SessionControl};
 
 use super::routing_hints::HeaderLookup;
-use crate::dispatch::RequestSession;
+use crate::dispatch::{RequestSession, SessionAffinity};
 
-/// Headers and fields with session ids.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SessionFields {
-    /// Headers with the session id. The first present one is used.
+/// The `sessions:` section.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct SessionsConfig {
+    /// Affinity of a session to its worker rank.
+    pub affinity: SessionAffinity,
+    /// Time that a session is retained after its last request ended; from 1s to a year.
+    pub ttl: DurationSetting,
+    /// Headers that may carry the session id. The first one present in a request is used.
     pub headers: Vec<String>,
-    /// Dotted path of the body field with the session id, used if no header has it.
+    /// Body field that carries the session id if no header does, as a dotted path:
+    /// `metadata.session`.
     pub body_field: Option<String>,
-    /// Headers with the id of the parent session.
+    /// Headers that may carry the id of the parent session. Sessions of one parent share a worker
+    /// rank.
     pub parent_headers: Vec<String>,
-    /// Headers that mark the last request of a session.
+    /// Headers that mark the last request of a session with `true` or `1`.
     pub final_headers: Vec<String>,
+    /// Maximum time that a request waits until the first request of its session is routed.
+    pub wait_timeout: DurationSetting,
+    /// Maximum number of sessions. Requests of further sessions are routed without affinity.
+    pub max_sessions: usize,
+    /// Maximum number of sessions of one tenant, identified by `requests.clients.tenant_header`.
+    pub max_sessions_per_tenant: usize,
+    /// Calls that open and close sessions on engines. `None`: no calls.
+    pub engine: Option<EngineSessionsConfig>,
 }
 
-impl SessionFields {
+impl Default for SessionsConfig {
+    fn default() -> Self {
+        let SessionRules {
+            ttl,
+            max_sessions,
+            max_sessions_per_tenant,
+            ..
+        } = SessionRules::default();
+        Self {
+            affinity: SessionAffinity::default(),
+            ttl: DurationSetting(ttl),
+            headers: names(["x-dynamo-session-id", "x-session-id"]),
+            body_field: None,
+            parent_headers: names(["x-dynamo-parent-session-id", "x-parent-session-id"]),
+            final_headers: names(["x-dynamo-session-final"]),
+            wait_timeout: DurationSetting::millis(500),
+            max_sessions,
+            max_sessions_per_tenant,
+            engine: None,
+        }
+    }
+}
+
+impl SessionsConfig {
+    /// Returns the rules for the core.
+    pub fn rules(&self) -> SessionRules {
+        SessionRules {
+            ttl: self.ttl.get(),
+            max_sessions: self.max_sessions,
+            max_sessions_per_tenant: self.max_sessions_per_tenant,
+            ..SessionRules::default()
+        }
+    }
+
+    /// Checks the values.
+    pub fn problems(&self) -> Vec<Problem> {
+        let found = self.rules().validate().err();
+        let mut problems: Vec<_> = found
+            .map(|(name, text)| Problem::of(name, format!("`{name}` {text}")))
+            .into_iter()
+            .collect();
+        if self.headers.is_empty() && self.body_field.is_none() {
+            let text = "neither `headers` nor `body_field` says where the session id is; name at least one";
+            problems.push(Problem::of("headers", text));
+        }
+        if self
+            .body_field
+            .as_ref()
+            .is_some_and(|path| path.split('.').any(str::is_empty))
+        {
+            let text = "the path has an empty step; write it as `field` or `outer.field`";
+            problems.push(Problem::of("body_field", text));
+        }
+        let lists = [
+            ("headers", &self.headers),
+            ("parent_headers", &self.parent_headers),
+            ("final_headers", &self.final_headers),
+        ];
+        for (key, list) in lists {
+            problems.extend(header_name_problems(key, list));
+        }
+        if let Some(engine) = &self.engine {
+            problems.extend(all_within("engine", engine.problems(self.ttl)));
+        }
+        problems
+    }
+
     /// Returns whether the id can only be in the body.
     pub(super) fn is_only_in_body(&self, headers: HeaderLookup<'_>) -> bool {
         self.body_field.is_some() && first_value(headers, &self.headers).is_none()
@@ -58,6 +146,10 @@ impl SessionFields {
     }
 }
 
+fn names<const N: usize>(list: [&str; N]) -> Vec<String> {
+    list.map(str::to_owned).into()
+}
+
 fn first_value(headers: HeaderLookup<'_>, names: &[String]) -> Option<String> {
     let value = names.iter().find_map(|name| headers(name))?;
     Some(value.trim().to_owned()).filter(|value| !value.is_empty())
@@ -69,11 +161,12 @@ mod tests {
 
     #[test]
     fn session_headers_precede_body_field() {
-        let fields = SessionFields {
+        let fields = SessionsConfig {
             headers: vec!["x-a".into(), "x-b".into()],
             body_field: Some("metadata.session".into()),
             parent_headers: vec!["x-parent".into()],
             final_headers: vec!["x-final".into()],
+            ..SessionsConfig::default()
         };
         let body: &[u8] = br#"{"metadata":{"session":"in-body"}}"#;
         let request_session = |id: &str, parent: Option<&str>, last| {
@@ -128,9 +221,11 @@ mod tests {
 
     #[test]
     fn session_control_opens_and_closes_the_named_session() {
-        let fields = SessionFields {
+        let fields = SessionsConfig {
             headers: vec!["x-a".into()],
-            ..SessionFields::default()
+            parent_headers: Vec::new(),
+            final_headers: Vec::new(),
+            ..SessionsConfig::default()
         };
         let request_session = |id: &str, last, idle: Option<u64>| {
             let idle = idle.map(std::time::Duration::from_secs);

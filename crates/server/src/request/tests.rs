@@ -42,7 +42,7 @@ fn preprocessor_parts(
         cluster: Default::default(),
         limits,
         tracking_hash: TrackingHash::Public,
-        session_fields: None,
+        sessions: None,
         shared_cache: None,
         index_client: None,
         token_sources: Default::default(),

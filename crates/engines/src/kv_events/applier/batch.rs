@@ -11,7 +11,7 @@ use crate::kv_events::wire::{self, EventBatch, WireError};
 use warmroute_core::freshness::{EventSourceState, IndexFreshness, ReceivedBatch};
 use warmroute_core::index::{EventPosition, KvEvent, ReaderState};
 use warmroute_core::worker::{BlockSize, WorkerRank};
-use warmroute_metrics::{EventLabels, Metrics, OutcomeLabel, ReasonLabel};
+use warmroute_metrics::{EventLabels, Metrics, ReasonLabel, count_outcome};
 use warmroute_runtime::lifecycle::run_blocking;
 
 /// Minimum time between log lines about batches that exceed a limit.
@@ -147,11 +147,7 @@ impl BatchApplier {
             _ if reached > gap.from => "partly_replayed",
             _ => "lost",
         };
-        self.metrics
-            .kv_events
-            .gaps
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.kv_events.gaps, outcome);
         match self.sequencer.action_for(gap.to) {
             LiveAction::Stale | LiveAction::Restart => self.count_batch("stale"),
             LiveAction::Apply => {
@@ -455,11 +451,7 @@ impl BatchApplier {
     }
 
     fn count_batch(&self, outcome: &'static str) {
-        self.metrics
-            .kv_events
-            .batches
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.kv_events.batches, outcome);
     }
 }
 

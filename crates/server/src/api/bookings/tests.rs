@@ -8,7 +8,7 @@ use warmroute_core::index::PrefixIndex;
 use warmroute_core::load::ledger::LedgerError;
 use warmroute_core::router::{ExternalRouteOptions, RoutePrompt, RouteRequest, RouterSettings};
 use warmroute_core::sessions::{SessionEntry, SessionName, SessionRules, SessionStore};
-use warmroute_core::worker::{BlockSize, DpRank, Worker, WorkerId};
+use warmroute_core::worker::{BlockSize, Worker, WorkerId};
 use warmroute_property_tests::property_config;
 
 use super::*;
@@ -94,24 +94,20 @@ impl BookingFixture {
         if self.bookings.find_route(attempt)?.is_some() {
             return Ok(false);
         }
-        let outcome = self.bookings.store(attempt, self.active_request(length))?;
-        Ok(matches!(outcome, BookOutcome::New(_)))
+        let (_, outcome) = self.bookings.store(attempt, self.active_request(length))?;
+        Ok(outcome == BookingOutcome::Booked)
     }
 
     fn add(&self, attempt: RequestAttempt<'_>, worker: u64) -> Result<bool, ApiError> {
-        let rank = WorkerRank {
-            worker: WorkerId(worker),
-            rank: DpRank(0),
-        };
+        let rank = WorkerRank::new(worker, 0);
         let external = self
             .router
             .prepare_external(Self::request(2), rank, ExternalRouteOptions::default())
             .unwrap();
-        Ok(matches!(
-            self.bookings
-                .add_external(attempt, &external, &self.router)?,
-            BookOutcome::New(_)
-        ))
+        let (_, outcome) = self
+            .bookings
+            .add_external(attempt, &external, &self.router)?;
+        Ok(outcome == BookingOutcome::Booked)
     }
 
     fn advance(&self, duration: Duration) {
@@ -128,7 +124,7 @@ impl BookingFixture {
 
     /// Returns the active requests according to the load, the ledger and the sessions.
     fn counts(&self) -> (u64, usize, usize) {
-        let counts = self.bookings.state.lock().ledger.counts();
+        let counts = self.bookings.ledger.lock().counts();
         assert_eq!(
             self.bookings.metrics.api.bookings.get(),
             counts.bookings as i64
@@ -174,13 +170,10 @@ fn concurrent_bookings_of_one_attempt_count_once() {
     // Both calls look up the attempt before either is booked.
     let first = fixture.active_request(3);
     let second = fixture.active_request(3);
-    let BookOutcome::New(route) = fixture.bookings.store(attempt("a", 0), first).unwrap() else {
-        panic!("not booked")
-    };
-    let BookOutcome::Existing(again) = fixture.bookings.store(attempt("a", 0), second).unwrap()
-    else {
-        panic!("booked twice")
-    };
+    let (route, outcome) = fixture.bookings.store(attempt("a", 0), first).unwrap();
+    assert_eq!(outcome, BookingOutcome::Booked);
+    let (again, outcome) = fixture.bookings.store(attempt("a", 0), second).unwrap();
+    assert_eq!(outcome, BookingOutcome::AlreadyBooked);
     assert!(Arc::ptr_eq(&route, &again));
     assert_eq!(fixture.counts(), (1, 1, 1));
 }
@@ -229,9 +222,8 @@ fn ended_attempt_repeats_its_result_unbooked() {
     let fixture = BookingFixture::new();
     let booked_attempt = attempt("a", 0);
     let active = fixture.active_request(3);
-    let BookOutcome::New(route) = fixture.bookings.store(booked_attempt, active).unwrap() else {
-        panic!("not booked")
-    };
+    let (route, outcome) = fixture.bookings.store(booked_attempt, active).unwrap();
+    assert_eq!(outcome, BookingOutcome::Booked);
     assert_eq!(fixture.free(booked_attempt), LedgerChange::Applied);
     assert!(Arc::ptr_eq(
         &fixture
@@ -315,10 +307,7 @@ fn booking_by_add_request_has_no_route() {
         !fixture.add(attempt("a", 0), 1).unwrap(),
         "a repeated call books nothing"
     );
-    let rank = WorkerRank {
-        worker: WorkerId(1),
-        rank: DpRank(0),
-    };
+    let rank = WorkerRank::new(1, 0);
     let mismatch = ApiError::RankMismatch {
         request: "a".into(),
         number: 0,
@@ -415,7 +404,7 @@ proptest! {
             }
             // Expiry is not reported to the caller, so the model queries the ledger.
             active_attempts.retain(|request, (number, last_call)| {
-                let exists = fixture.bookings.state.lock().ledger.get(attempt(&request.to_string(), *number)).is_some();
+                let exists = fixture.bookings.ledger.lock().get(attempt(&request.to_string(), *number)).is_some();
                 exists || { assert!(time - *last_call > IDLE_TIMEOUT, "expired early"); false }
             });
             let (requests, booked, running) = fixture.counts();

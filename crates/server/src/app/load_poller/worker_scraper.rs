@@ -8,7 +8,7 @@ use warmroute_core::health::HealthSignal;
 use warmroute_core::load::{EngineLoadReport, EngineLoadSample};
 use warmroute_core::worker::{RankRange, RankSlot, WorkerRank};
 use warmroute_engines::engine_client::{EngineError, EngineGauges, EngineUrl, MetricsPath};
-use warmroute_metrics::OutcomeLabel;
+use warmroute_metrics::count_outcome;
 
 use super::LoadPollContext;
 use super::scrape_interval::{ScrapeOutcome, next_delay};
@@ -78,12 +78,7 @@ impl WorkerScraper {
             Ok(_) => "ok",
             Err(error) => error.label(),
         };
-        self.context
-            .metrics
-            .workers
-            .engine_load_scrapes
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.context.metrics.workers.engine_load_scrapes, outcome);
         // An engine whose page was never readable may be out of reach for warmroute alone.
         let is_failing = self.path.is_some() && result.is_err();
         let router = &self.context.router;

@@ -9,7 +9,7 @@ use serde_json::json;
 use tokio::net::TcpListener;
 use warmroute_core::engine_settings::SettingMismatch;
 use warmroute_core::parity::CanaryVerdict;
-use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
+use warmroute_core::worker::{WorkerId, WorkerRank};
 
 use super::*;
 use crate::REPOSITORY;
@@ -356,10 +356,7 @@ async fn hanging_worker_does_not_delay_queries_of_others() {
 
     let query_count = || new_engine.queries.load(Ordering::SeqCst);
     assert_eq!(query_count(), 1, "the next query is due in an hour");
-    let rank = WorkerRank {
-        worker: WorkerId(2),
-        rank: DpRank(0),
-    };
+    let rank = WorkerRank::new(2, 0);
     let mut source = warmroute_core::freshness::EventSourceState::new(Default::default());
     source.record_restart();
     router

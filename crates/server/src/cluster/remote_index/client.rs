@@ -19,7 +19,7 @@ use tracing::{info, warn};
 use warmroute_core::block::BlockHashes;
 use warmroute_core::router::{RemoteAnswer, RemoteOverlaps, RemoteRanks};
 use warmroute_core::worker::ModelName;
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 
 use super::config::RemoteIndexConfig;
 use super::server_connection::{QueryError, ServerConnection, is_rejection};
@@ -100,11 +100,7 @@ impl RemoteIndexClient {
             Ok((_, true)) => "hedge_answered",
             Err(error) => error.as_str(),
         };
-        self.metrics
-            .index
-            .remote_queries
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.index.remote_queries, outcome);
         self.metrics
             .index
             .remote_query_duration_seconds

@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_runtime::tls::ClientFiles;
-use warmroute_settings::{DurationSetting, PathStep, Problem};
+use warmroute_settings::{DurationSetting, PathStep, Problem, resolve_paths};
 
 /// The section `index.remote:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -48,12 +48,8 @@ impl RemoteIndexConfig {
 
     /// Resolves file names relative to the directory of the configuration file.
     pub fn resolve(&mut self, directory: &Path) {
-        for file in [&mut self.ca_file, &mut self.cert_file, &mut self.key_file]
-            .into_iter()
-            .flatten()
-        {
-            *file = directory.join(&*file);
-        }
+        let files = [&mut self.ca_file, &mut self.cert_file, &mut self.key_file];
+        resolve_paths(directory, files.into_iter().flatten());
     }
 
     /// Returns the semantic errors of the configuration.

@@ -25,7 +25,7 @@ use warmroute_core::router::{
     RouteRequest, Router, RouterSettings,
 };
 use warmroute_core::worker::{
-    BlockSize, DpRank, EventSource, ModelName, SocketAttach, Worker, WorkerId, WorkerRank,
+    BlockSize, EventSource, ModelName, SocketAttach, Worker, WorkerId, WorkerRank,
 };
 use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_property_tests::property_config;
@@ -43,10 +43,7 @@ fn size() -> BlockSize {
 }
 
 fn rank(id: u64) -> WorkerRank {
-    WorkerRank {
-        worker: WorkerId(id),
-        rank: DpRank(0),
-    }
+    WorkerRank::new(id, 0)
 }
 
 /// Returns workers, of which the last one publishes no events.

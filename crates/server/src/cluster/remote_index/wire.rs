@@ -7,7 +7,7 @@ use warmroute_core::block::{BlockHashes, LocalHash};
 use warmroute_core::freshness::{IndexFreshness, SourceStatus, StaleReason};
 use warmroute_core::index::TierBlocks;
 use warmroute_core::router::{RemoteRank, RemoteRanks};
-use warmroute_core::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
+use warmroute_core::worker::{BlockSize, WorkerRank};
 
 use crate::proto::index as pb;
 
@@ -153,10 +153,7 @@ fn decode_prompt_overlaps(
         if blocks > max as u64 {
             return Err(IndexMessageError::TooManyHeldBlocks);
         }
-        let rank = WorkerRank {
-            worker: WorkerId(*worker),
-            rank: DpRank(rank),
-        };
+        let rank = WorkerRank::new(*worker, rank);
         Ok((
             rank,
             TierBlocks {
@@ -198,10 +195,7 @@ pub(super) fn decode_ranks(message: &pb::Ranks) -> Result<RemoteRanks, IndexMess
             engine_block_size: NonZeroU32::new(message.engine_block_size).map(BlockSize),
             windows: None,
         };
-        let rank = WorkerRank {
-            worker: WorkerId(message.worker_id),
-            rank: DpRank(message.dp_rank),
-        };
+        let rank = WorkerRank::new(message.worker_id, message.dp_rank);
         Ok(RemoteRank {
             rank,
             status,

@@ -115,15 +115,12 @@ impl ArrivalRates {
 mod tests {
     use super::*;
     use warmroute_core::load::PromptSequences;
-    use warmroute_core::worker::{DpRank, RankSlot, WorkerId, WorkerRank};
+    use warmroute_core::worker::{RankSlot, WorkerRank};
 
     fn booking(tokens: u64) -> LoadBooking {
         LoadBooking {
             slot: RankSlot(0),
-            rank: WorkerRank {
-                worker: WorkerId(1),
-                rank: DpRank(0),
-            },
+            rank: WorkerRank::new(1, 0),
             sequences: (0..4)
                 .map(warmroute_core::block::SequenceHash)
                 .collect::<PromptSequences>(),

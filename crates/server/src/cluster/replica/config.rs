@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{DurationSetting, Problem, has_credentials};
+use warmroute_settings::{DurationSetting, Problem, all_within, has_credentials, resolve_paths};
 
 /// The section `replicas:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -65,21 +65,13 @@ fn sync_timeout() -> DurationSetting {
 impl ReplicasConfig {
     /// Resolves file names relative to the directory of the configuration file.
     pub fn resolve(&mut self, directory: &Path) {
-        for (_, file) in self.nats.files() {
-            if let Some(file) = file {
-                *file = directory.join(&*file);
-            }
-        }
+        let files = self.nats.files().into_iter();
+        resolve_paths(directory, files.filter_map(|(_, file)| file.as_mut()));
     }
 
     /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
-        let mut problems: Vec<Problem> = self
-            .nats
-            .problems()
-            .into_iter()
-            .map(|problem| problem.within("nats"))
-            .collect();
+        let mut problems: Vec<Problem> = all_within("nats", self.nats.problems()).collect();
         let mut add_problem = |key: &str, text: &str| problems.push(Problem::of(key, text));
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
         if self.group.is_empty() || !self.group.bytes().all(is_plain) {

@@ -35,9 +35,9 @@ pub struct LocalEventChannel {
     pub(super) events_rx: mpsc::UnboundedReceiver<ReplicaEvent>,
 }
 
-impl LocalEventChannel {
+impl Default for LocalEventChannel {
     /// Creates an empty queue and a random replica id.
-    pub fn new() -> Self {
+    fn default() -> Self {
         let (events_tx, events_rx) = mpsc::unbounded_channel();
         let events = LocalEvents {
             replica: ReplicaId(rand::random()),
@@ -46,12 +46,6 @@ impl LocalEventChannel {
             session_updates: Arc::default(),
         };
         Self { events, events_rx }
-    }
-}
-
-impl Default for LocalEventChannel {
-    fn default() -> Self {
-        Self::new()
     }
 }
 

@@ -80,25 +80,25 @@ pub(super) struct NatsSubscriptions {
     pub(super) connection_events: mpsc::UnboundedReceiver<Event>,
 }
 
-/// Received message; `None` if the subscription has ended.
+/// Received message.
 pub(super) enum NatsMessage {
-    Batch(Option<Message>),
-    SnapshotRequest(Option<Message>),
-    SnapshotPart(Option<Message>),
-    Echo(Option<Message>),
-    Connection(Option<Event>),
+    Batch(Message),
+    SnapshotRequest(Message),
+    SnapshotPart(Message),
+    Echo(Message),
+    Connection(Event),
 }
 
 impl NatsSubscriptions {
-    /// Returns the next message. Cancel-safe.
-    pub(super) async fn next(&mut self) -> NatsMessage {
-        tokio::select! {
-            message = self.batches.next() => NatsMessage::Batch(message),
-            message = self.snapshot_requests.next() => NatsMessage::SnapshotRequest(message),
-            message = self.snapshot_parts.next() => NatsMessage::SnapshotPart(message),
-            message = self.echoes.next() => NatsMessage::Echo(message),
-            state = self.connection_events.recv() => NatsMessage::Connection(state),
-        }
+    /// Returns the next message, or `None` if a subscription has ended. Cancel-safe.
+    pub(super) async fn next(&mut self) -> Option<NatsMessage> {
+        Some(tokio::select! {
+            message = self.batches.next() => NatsMessage::Batch(message?),
+            message = self.snapshot_requests.next() => NatsMessage::SnapshotRequest(message?),
+            message = self.snapshot_parts.next() => NatsMessage::SnapshotPart(message?),
+            message = self.echoes.next() => NatsMessage::Echo(message?),
+            state = self.connection_events.recv() => NatsMessage::Connection(state?),
+        })
     }
 }
 

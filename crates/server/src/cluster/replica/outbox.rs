@@ -45,12 +45,13 @@ struct PendingBatch {
 }
 
 impl ReplicaOutbox {
-    /// Creates an outbox without reservations.
-    pub fn new(id: ReplicaId, name: String) -> Self {
+    /// Creates an outbox without reservations. `key` encrypts the block hashes of routed prompts.
+    /// All replicas use the same key.
+    pub fn new(id: ReplicaId, name: String, key: Option<TrackingKey>) -> Self {
         Self {
             id,
             name,
-            key: None,
+            key,
             max_bytes: MAX_MESSAGE_BYTES - ENVELOPE_BYTES,
             sequence: 0,
             draining: false,
@@ -58,13 +59,6 @@ impl ReplicaOutbox {
             pending: PendingBatch::default(),
             batches: Vec::new(),
         }
-    }
-
-    /// Sets the key that encrypts the block hashes of routed prompts. All replicas use the same
-    /// key.
-    #[must_use]
-    pub fn with_key(self, key: Option<TrackingKey>) -> Self {
-        Self { key, ..self }
     }
 
     /// Sets the maximum message size.

@@ -8,7 +8,7 @@ mod messages;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use anyhow::bail;
+use anyhow::{Context as _, bail};
 use parking_lot::Mutex;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
@@ -121,7 +121,7 @@ impl ReplicaSync {
         let LocalEventChannel { events, events_rx } = channel;
         let id = events.replica_id();
         let state = ReplicaState {
-            outbox: ReplicaOutbox::new(id, name).with_key(key.clone()),
+            outbox: ReplicaOutbox::new(id, name, key.clone()),
             peers: PeerTable::new(id, settings.lease.get()),
             random: SmallRng::seed_from_u64(rand::random()),
         };
@@ -213,7 +213,10 @@ impl ReplicaSync {
                     self.record_session_updates();
                     due.get_or_insert_with(|| tokio::time::Instant::now() + BATCH_INTERVAL);
                 }
-                message = subscriptions.next() => self.on_message(&link, message).await?,
+                message = subscriptions.next() => {
+                    let message = message.context("the NATS subscription has ended")?;
+                    self.on_message(&link, message).await;
+                },
                 _ = heartbeats.tick() => self.send_heartbeat(&link, Batch::default()).await,
                 _ = ticks.tick() => {
                     let update = self.tick();

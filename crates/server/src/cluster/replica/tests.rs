@@ -24,7 +24,7 @@ use warmroute_core::sessions::{
     BindingVersion, SessionEntry, SessionKey, SessionMove, SessionName, SessionRecording,
     SessionRules, SessionStore, SessionUpdate,
 };
-use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
+use warmroute_core::worker::{BlockSize, RankSlot, WorkerRank};
 
 use super::mirror::{LocalView, MAX_BLOCKS_OF_ALL_PEERS, ReservationMirror};
 use super::outbox::ReplicaOutbox;
@@ -39,10 +39,7 @@ const LEASE: Duration = Duration::from_secs(5);
 const RANKS: u64 = 4;
 
 fn rank(worker: u64) -> WorkerRank {
-    WorkerRank {
-        worker: WorkerId(worker),
-        rank: DpRank(0),
-    }
+    WorkerRank::new(worker, 0)
 }
 
 /// Listener that records the changes of reservations.
@@ -95,7 +92,7 @@ impl Replica {
             },
             Arc::new(()),
         );
-        let outbox = ReplicaOutbox::new(id, format!("r{number}"));
+        let outbox = ReplicaOutbox::new(id, format!("r{number}"), None);
         let peers = PeerTable::new(id, LEASE);
         let random = SmallRng::seed_from_u64(number);
         let mut replica = Self {

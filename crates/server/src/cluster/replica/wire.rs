@@ -15,7 +15,7 @@ use warmroute_core::load::{
 };
 use warmroute_core::router::RoutedPrompts;
 use warmroute_core::sessions::{BindingVersion, SessionKey, SessionUpdate};
-use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
+use warmroute_core::worker::{BlockSize, RankSlot, WorkerId, WorkerRank};
 
 use super::ReplicaEvent;
 use crate::proto::replica as proto;
@@ -407,10 +407,7 @@ fn decode_booking(booking: proto::Booking, namer: &mut BlockNamer<'_, impl Rng>)
 }
 
 fn worker_rank(worker: u64, rank: u32) -> WorkerRank {
-    WorkerRank {
-        worker: WorkerId(worker),
-        rank: DpRank(rank),
-    }
+    WorkerRank::new(worker, rank)
 }
 
 fn session_key(session: proto::Session) -> SessionKey {

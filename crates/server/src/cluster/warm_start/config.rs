@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tonic::transport::Endpoint;
 
 use warmroute_runtime::tls::ClientFiles;
-use warmroute_settings::{DurationSetting, Problem};
+use warmroute_settings::{DurationSetting, Problem, resolve_paths};
 
 /// The section `index.warm_start:`: initial index and learned latency at startup. The index
 /// includes blocks that engines no longer replay. Both are copied from another ready replica, or
@@ -73,9 +73,7 @@ impl WarmStartConfig {
             &mut self.key_file,
             &mut self.snapshot_file,
         ];
-        for file in files.into_iter().flatten() {
-            *file = directory.join(&*file);
-        }
+        resolve_paths(directory, files.into_iter().flatten());
     }
 
     /// Returns the semantic errors of the configuration. `sources_timeout` is the startup timeout

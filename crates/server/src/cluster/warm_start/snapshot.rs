@@ -169,7 +169,7 @@ mod tests {
     use super::*;
     use warmroute_core::block::{EngineHash, LocalHash, StorageTier};
     use warmroute_core::index::{KvEvent, PrefixIndex, StoredBlock};
-    use warmroute_core::worker::{DpRank, RankSlot, WorkerId};
+    use warmroute_core::worker::RankSlot;
 
     /// Returns a dump of a rank with one block.
     fn rank_dump(worker: u64) -> RankDump {
@@ -183,10 +183,7 @@ mod tests {
             blocks: vec![block],
             tier: StorageTier::Device,
         });
-        writer.snapshot(WorkerRank {
-            worker: WorkerId(worker),
-            rank: DpRank(0),
-        })
+        writer.snapshot(WorkerRank::new(worker, 0))
     }
 
     /// Returns ranks 1 and 2 in the form that `read_snapshot` returns.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use warmroute_settings::{PathStep, Problem};
+use warmroute_settings::{PathStep, Problem, all_within};
 
 use crate::config::ModelConfig;
 
@@ -47,12 +47,7 @@ pub(super) fn models(models: &[ModelConfig]) -> Vec<Problem> {
         }
     }
     for (at, model) in models.iter().enumerate() {
-        problems.extend(
-            model
-                .problems()
-                .into_iter()
-                .map(|problem| problem.within(at).within("models")),
-        );
+        problems.extend(all_within("models", all_within(at, model.problems())));
     }
     problems
 }

@@ -1,6 +1,6 @@
 //! Checks of the sources of workers.
 
-use warmroute_settings::Problem;
+use warmroute_settings::{Problem, all_within};
 
 use super::steps;
 use crate::config::Config;
@@ -52,11 +52,7 @@ pub(super) fn workers(config: &Config) -> Vec<Problem> {
         return problems;
     }
     let found = config.fixed_workers().err().unwrap_or_default();
-    problems.extend(
-        found
-            .into_iter()
-            .map(|problem| problem.within("list").within("workers")),
-    );
+    problems.extend(all_within("workers", all_within("list", found)));
     problems.extend(source_problems(config));
     problems
 }
@@ -76,38 +72,21 @@ fn source_problems(config: &Config) -> Vec<Problem> {
         found.into_iter().map(within).collect::<Vec<_>>()
     };
     let name_problems = |(at, name): (usize, &DnsConfig)| {
-        let problems = name
-            .problems()
-            .into_iter()
-            .chain(sample_problems(&name.sample_worker()));
-        problems
-            .map(move |problem| problem.within(at).within("dns").within("workers"))
-            .collect::<Vec<_>>()
+        let problems = name.problems().into_iter();
+        all_within(at, problems.chain(sample_problems(&name.sample_worker())))
     };
-    let mut problems: Vec<Problem> = config
-        .workers
-        .dns
-        .iter()
-        .enumerate()
-        .flat_map(name_problems)
-        .collect();
+    let names = config.workers.dns.iter().enumerate();
+    let found = all_within("dns", names.flat_map(name_problems));
+    let mut problems: Vec<Problem> = all_within("workers", found).collect();
     let Some(kubernetes) = &config.workers.kubernetes else {
         return problems;
     };
-    let pool_problems = |(at, pool): (usize, &PodsConfig)| {
-        sample_problems(&pool.sample_worker())
-            .into_iter()
-            .map(move |problem| problem.within(at).within("pools"))
-            .collect::<Vec<_>>()
-    };
-    let pools = kubernetes.pools.iter().enumerate().flat_map(pool_problems);
-    problems.extend(
-        kubernetes
-            .problems()
-            .into_iter()
-            .chain(pools)
-            .map(|problem| problem.within("kubernetes").within("workers")),
-    );
+    let pool_problems =
+        |(at, pool): (usize, &PodsConfig)| all_within(at, sample_problems(&pool.sample_worker()));
+    let pools = kubernetes.pools.iter().enumerate();
+    let pools = all_within("pools", pools.flat_map(pool_problems));
+    let found = all_within("kubernetes", kubernetes.problems().into_iter().chain(pools));
+    problems.extend(all_within("workers", found));
     problems
 }
 

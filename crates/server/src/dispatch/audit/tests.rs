@@ -4,26 +4,23 @@ use warmroute_core::block::{EngineHash, LocalHash, StorageTier};
 use warmroute_core::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
 use warmroute_core::load::LoadTracker;
 use warmroute_core::router::{Mode, RoutePrompt, RouteRequest, RouterSettings};
-use warmroute_core::worker::{BlockSize, DpRank, Worker, WorkerId, WorkerRank, WorkerRole};
+use warmroute_core::worker::{BlockSize, Worker, WorkerId, WorkerRank, WorkerRole};
 use warmroute_metrics::ModelTokensLabels;
 
 use super::*;
 
 const SIZE: BlockSize = BlockSize(NonZeroU32::new(16).unwrap());
-const RANK: WorkerRank = WorkerRank {
-    worker: WorkerId(1),
-    rank: DpRank(0),
-};
+const RANK: WorkerRank = WorkerRank::new(1, 0);
+
+fn empty_router() -> Arc<Router> {
+    let load = LoadTracker::new(Instant::now);
+    let settings = RouterSettings::default();
+    Arc::new(Router::new(PrefixIndex::new(), load, settings, 1))
+}
 
 /// Returns an audit of one worker rank, and the writer of its index entries.
 fn audit() -> (Arc<CacheAudit>, RankWriter, Arc<Metrics>) {
-    let load = LoadTracker::new(Instant::now);
-    let router = Arc::new(Router::new(
-        PrefixIndex::new(),
-        load,
-        RouterSettings::default(),
-        1,
-    ));
+    let router = empty_router();
     let worker = Worker::new(
         RANK.worker,
         "127.0.0.1:8000".parse().unwrap(),
@@ -90,13 +87,7 @@ fn response(audit: &CacheAudit, captured: u64, cached: u64) -> AuditedResponse {
 
 #[test]
 fn prediction_describes_the_prefill_worker() {
-    let load = LoadTracker::new(Instant::now);
-    let router = Arc::new(Router::new(
-        PrefixIndex::new(),
-        load,
-        RouterSettings::default(),
-        1,
-    ));
+    let router = empty_router();
     let worker = |id, role| Worker {
         role,
         ..Worker::new(
@@ -110,10 +101,7 @@ fn prediction_describes_the_prefill_worker() {
         worker(1, WorkerRole::Prefill),
         worker(2, WorkerRole::Decode),
     ]);
-    let decode = WorkerRank {
-        worker: WorkerId(2),
-        rank: DpRank(0),
-    };
+    let decode = WorkerRank::new(2, 0);
     let slot = |rank| router.fleet().slot(rank).unwrap();
     let mut prefill_writer = router.index().create_writer(slot(RANK));
     let mut decode_writer = router.index().create_writer(slot(decode));
@@ -280,16 +268,6 @@ fn stores_of_busy_rank_are_no_eviction_evidence() {
             "{stores} {removals}"
         );
     }
-}
-
-#[test]
-fn events_before_the_request_explain_nothing() {
-    let (audit, mut writer, _) = audit();
-    writer.apply(&stored(1, 2));
-    let start = Instant::now();
-    audit.record_response(response(&audit, 32, 0), start);
-    audit.resolve_due(start + EVENT_GRACE);
-    assert_eq!(audit.totals().models["m"].errors[&MissCause::StaleIndex], 1);
 }
 
 #[test]

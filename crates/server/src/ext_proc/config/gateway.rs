@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use warmroute_settings::{Problem, is_header_name};
+use warmroute_settings::{Problem, all_within, header_name_problems};
 
 use crate::ext_proc::routing_headers::{HeaderNames, HeaderProfile, RoutingHeaders};
 
@@ -83,19 +83,8 @@ impl GatewayConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         for (field, names) in self.header_names.overrides() {
-            for (at, name) in names
-                .iter()
-                .enumerate()
-                .filter(|(_, name)| !is_header_name(name))
-            {
-                let text = format!(
-                    "`{name}` is not the name of a header; write for example x-worker-instance-id"
-                );
-                problems.push(Problem::at(
-                    ["header_names".into(), field.into(), at.into()],
-                    text,
-                ));
-            }
+            let found = header_name_problems(field, names);
+            problems.extend(all_within("header_names", found));
         }
         if self.fallback_endpoints > Self::MAX_FALLBACKS {
             let text = format!(
@@ -234,7 +223,7 @@ pub struct FailureConfig {
 }
 
 /// The `gateway.response_headers:` section: response headers that warmroute adds.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ResponseConfig {
     /// Report the routing mode.

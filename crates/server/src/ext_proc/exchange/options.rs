@@ -7,7 +7,7 @@ use warmroute_core::router::RouteTarget;
 use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
 use warmroute_tokens::openai::paths::ApiPaths;
 
-use crate::ext_proc::config::ObserveMode;
+use crate::ext_proc::config::{ObserveMode, ResponseConfig};
 use crate::ext_proc::header_changes::HeaderChanges;
 use crate::ext_proc::headers;
 use crate::ext_proc::message::BodyModes;
@@ -33,20 +33,7 @@ pub struct ExchangeOptions {
     /// Whether to set the headers of the conformance tests.
     pub conformance: bool,
     /// Response headers to set.
-    pub response_headers: ResponseHeaderOptions,
-}
-
-/// Response headers that describe the route.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ResponseHeaderOptions {
-    /// The routing mode.
-    pub mode: bool,
-    /// The chosen worker rank.
-    pub worker: bool,
-    /// The predicted number of cached tokens.
-    pub prediction: bool,
-    /// The short explanation of the choice.
-    pub why: bool,
+    pub response_headers: ResponseConfig,
 }
 
 /// Values that one exchange starts with.

@@ -1,7 +1,7 @@
 //! The request side of an exchange: from the request headers to the reply with the route, and the
 //! rest of the body.
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use warmroute_tokens::openai::ApiKind;
 
 use super::context::ExchangeContext;
@@ -10,7 +10,7 @@ use super::request_body::{BufferedBody, DuplexBody, DuplexEnd};
 use super::request_reply::{body_reply, full_duplex_reply, header_reply, set_request_id};
 use crate::ext_proc::header_changes::HeaderChanges;
 use crate::ext_proc::headers::RequestHead;
-use crate::ext_proc::message::BodyMode;
+use crate::ext_proc::message::{BodyMode, is_sent_back};
 use crate::ext_proc::mutation::{self, MessageKind};
 use crate::ext_proc::reply::RouteReply;
 use crate::ext_proc::wire::BodyPiece;
@@ -46,9 +46,7 @@ pub(super) enum PendingReply {
     /// requested.
     Duplex {
         head: RequestHead,
-        body: Bytes,
-        late_body: BytesMut,
-        end: DuplexEnd,
+        gathered: DuplexBody,
     },
 }
 
@@ -66,7 +64,7 @@ pub(super) enum BodyAfterHeaders {
 impl RequestSide {
     pub(super) fn is_gathering(&self, context: &ExchangeContext) -> bool {
         matches!(self, RequestSide::Buffering { .. })
-            && context.modes.request == BodyMode::FullDuplex
+            && context.modes.request == BodyMode::FullDuplexStreamed
     }
 
     /// Returns whether Envoy's message timeout applies to the reply that is due.
@@ -80,9 +78,7 @@ impl RequestSide {
     pub(super) fn buffered_bytes(&self) -> usize {
         match self {
             RequestSide::Buffering { body, .. } => body.len(),
-            RequestSide::Routing(PendingReply::Duplex {
-                body, late_body, ..
-            }) => body.len() + late_body.len(),
+            RequestSide::Routing(PendingReply::Duplex { gathered, .. }) => gathered.len(),
             _ => 0,
         }
     }
@@ -114,21 +110,17 @@ impl RequestSide {
             _ if end => BodyAfterHeaders::NoBody,
             BodyMode::None => BodyAfterHeaders::NoBody,
             BodyMode::Streamed | BodyMode::Grpc => BodyAfterHeaders::PassThrough,
-            BodyMode::FullDuplex if !needs_body => {
-                let body = Bytes::new();
-                let late_body = BytesMut::new();
+            BodyMode::FullDuplexStreamed if !needs_body => {
                 *self = RequestSide::Routing(PendingReply::Duplex {
                     head: head.clone(),
-                    body,
-                    late_body,
-                    end: DuplexEnd::Open,
+                    gathered: DuplexBody::new(Bytes::new(), DuplexEnd::Open),
                 });
                 return vec![context.route_effect(head, RequestBody::NotReceived)];
             }
             BodyMode::Buffered | BodyMode::BufferedPartial if !needs_body => {
                 BodyAfterHeaders::SuppressedBody
             }
-            BodyMode::FullDuplex => {
+            BodyMode::FullDuplexStreamed => {
                 let body = BufferedBody::with_announced_length(head.content_length);
                 *self = RequestSide::Buffering { head, body };
                 return Vec::new();
@@ -162,7 +154,7 @@ impl RequestSide {
         match self {
             RequestSide::Buffering { body, .. } => {
                 body.push(piece.body);
-                let duplex = context.modes.request == BodyMode::FullDuplex;
+                let duplex = context.modes.request == BodyMode::FullDuplexStreamed;
                 if !duplex || end || body.len() > context.options.body_limit {
                     // In buffered mode, a body without an end is followed by trailers. In partial
                     // mode, the rest of the body follows.
@@ -179,14 +171,12 @@ impl RequestSide {
                 }
                 Vec::new()
             }
-            RequestSide::Routing(PendingReply::Duplex {
-                late_body,
-                end: ended @ DuplexEnd::Open,
-                ..
-            }) => {
-                late_body.extend_from_slice(&piece.body);
+            RequestSide::Routing(PendingReply::Duplex { gathered, .. })
+                if gathered.end == DuplexEnd::Open =>
+            {
+                gathered.late_body.extend_from_slice(&piece.body);
                 if end {
-                    *ended = DuplexEnd::Body;
+                    gathered.end = DuplexEnd::Body;
                 }
                 Vec::new()
             }
@@ -207,11 +197,13 @@ impl RequestSide {
 
     pub(super) fn on_trailers(&mut self, context: &ExchangeContext) -> Vec<Effect> {
         match self {
-            RequestSide::Buffering { .. } if context.modes.request == BodyMode::FullDuplex => {
+            RequestSide::Buffering { .. }
+                if context.modes.request == BodyMode::FullDuplexStreamed =>
+            {
                 self.route_gathered(context, DuplexEnd::Trailers, false)
             }
-            RequestSide::Routing(PendingReply::Duplex { end, .. }) => {
-                *end = DuplexEnd::Trailers;
+            RequestSide::Routing(PendingReply::Duplex { gathered, .. }) => {
+                gathered.end = DuplexEnd::Trailers;
                 Vec::new()
             }
             RequestSide::Routing(_) => Vec::new(),
@@ -250,7 +242,7 @@ impl RequestSide {
         let RequestSide::Buffering { head, .. } = self else {
             return Vec::new();
         };
-        if context.modes.request.is_sent_back() {
+        if is_sent_back(context.modes.request) {
             return Vec::new();
         }
         let head = std::mem::take(head);
@@ -295,11 +287,9 @@ impl RequestSide {
             _ => RequestBody::Whole(body.clone()),
         };
         *self = RequestSide::Routing(match context.modes.request {
-            BodyMode::FullDuplex => PendingReply::Duplex {
+            BodyMode::FullDuplexStreamed => PendingReply::Duplex {
                 head: head.clone(),
-                body,
-                late_body: BytesMut::new(),
-                end,
+                gathered: DuplexBody::new(body, end),
             },
             _ => PendingReply::Body,
         });
@@ -332,21 +322,11 @@ impl RequestSide {
                 })
             }
             PendingReply::Body => reply_effects(body_reply(context, route_reply)),
-            PendingReply::Duplex {
-                head,
-                body,
-                late_body,
-                end,
-            } => {
-                if end == DuplexEnd::Open {
+            PendingReply::Duplex { head, gathered } => {
+                if gathered.end == DuplexEnd::Open {
                     *self = RequestSide::PassThrough;
                 }
-                let received = DuplexBody {
-                    body,
-                    late_body,
-                    end,
-                };
-                full_duplex_reply(context, &head, route_reply, received)
+                full_duplex_reply(context, &head, route_reply, gathered)
             }
         }
     }

@@ -70,18 +70,32 @@ pub(super) enum DuplexEnd {
 }
 
 /// The received part of a full-duplex request.
+#[derive(Debug)]
 pub(super) struct DuplexBody {
     pub(super) body: Bytes,
+    /// Received since the route was requested.
     pub(super) late_body: BytesMut,
     pub(super) end: DuplexEnd,
 }
 
 impl DuplexBody {
+    pub(super) fn new(body: Bytes, end: DuplexEnd) -> Self {
+        Self {
+            body,
+            late_body: BytesMut::new(),
+            end,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.body.len() + self.late_body.len()
+    }
+
     /// Returns the final length of the body, which `edit` may replace; `None` if unknown.
     pub(super) fn content_length(&self, head: &RequestHead, edit: Option<&Bytes>) -> Option<u64> {
         match (self.end, edit) {
             (DuplexEnd::Body, Some(edit)) => Some(edit.len() as u64),
-            (DuplexEnd::Body, None) => Some((self.body.len() + self.late_body.len()) as u64),
+            (DuplexEnd::Body, None) => Some(self.len() as u64),
             // Envoy removes `content-length` in full-duplex mode. It is still correct.
             (DuplexEnd::Open, None) => head.content_length,
             // A message with trailers has no fixed length.

@@ -10,7 +10,7 @@ use super::effect::{Effect, reply_effect};
 use crate::ext_proc::config::ObserveMode;
 use crate::ext_proc::header_changes::HeaderChanges;
 use crate::ext_proc::headers::{self, ResponseHead, ResponseSource};
-use crate::ext_proc::message::BodyMode;
+use crate::ext_proc::message::{BodyMode, is_sent_back};
 use crate::ext_proc::mutation::{self, MessageKind};
 use crate::ext_proc::response_content::{ContentReport, MissingContent};
 use crate::ext_proc::wire::BodyPiece;
@@ -204,7 +204,7 @@ impl ResponseSide {
         };
         let replies = match (context.modes.response, restored) {
             (mode, None) => mutation::pass_body(MessageKind::ResponseBody, mode, &piece),
-            (BodyMode::FullDuplex, Some(changed)) => {
+            (BodyMode::FullDuplexStreamed, Some(changed)) => {
                 mutation::body_pieces(MessageKind::ResponseBody, changed.into(), end).collect()
             }
             (_, Some(changed)) => {
@@ -291,7 +291,7 @@ impl ResponseSide {
         let mut effects = Vec::new();
         // Only full-duplex mode accepts body bytes after the last body message.
         if let (
-            BodyMode::FullDuplex,
+            BodyMode::FullDuplexStreamed,
             ResponseSide::Observed {
                 restorer: Some(restorer),
                 ..
@@ -317,7 +317,7 @@ impl ResponseSide {
 /// Returns whether Envoy sends the response body, or would send it after a mode override. Envoy
 /// ignores the override if the request body is in full-duplex mode.
 fn can_observe_body(context: &ExchangeContext) -> bool {
-    context.modes.response != BodyMode::None || !context.modes.request.is_sent_back()
+    context.modes.response != BodyMode::None || !is_sent_back(context.modes.request)
 }
 
 fn response_header_changes(context: &ExchangeContext, head: &ResponseHead) -> HeaderChanges {

@@ -3,7 +3,7 @@
 
 use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use warmroute_core::router::{Mode, RankEndpoint, RouteTarget};
-use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
+use warmroute_core::worker::WorkerRank;
 
 mod any_order;
 mod contract;
@@ -21,13 +21,8 @@ use transcript::{describe, describe_one};
 const CHAT: &str = "/v1/chat/completions";
 
 fn options() -> ExchangeOptions {
-    let response_headers = ResponseHeaderOptions {
-        mode: true,
-        ..ResponseHeaderOptions::default()
-    };
     ExchangeOptions {
         body_limit: 200_000,
-        response_headers,
         ..ExchangeOptions::default()
     }
 }
@@ -98,10 +93,7 @@ fn response_body(bytes: &[u8], end: bool) -> ExchangeMessage {
 }
 
 fn to_worker() -> RouteTarget {
-    let rank = WorkerRank {
-        worker: WorkerId(u64::MAX),
-        rank: DpRank(3),
-    };
+    let rank = WorkerRank::new(u64::MAX, 3);
     let endpoint = "10.0.0.1:8000".parse().unwrap();
     RouteTarget {
         to: Some(RankEndpoint {
@@ -131,7 +123,7 @@ fn forged_routing_headers_are_removed_or_overwritten() {
         describe(buffered.on_message(forged_headers(CHAT))),
         [removed]
     );
-    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut duplex = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     duplex.on_message(forged_headers(CHAT));
     duplex.on_message(body(b"", true));
     let lines = describe(duplex.on_route(to_worker()));
@@ -140,7 +132,7 @@ fn forged_routing_headers_are_removed_or_overwritten() {
         lines[0],
         format!("request headers content-length=0 {set} -x-warmroute-mode +metadata")
     );
-    let mut passed = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut passed = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     passed.on_message(forged_headers(CHAT));
     passed.on_message(body(b"", true));
     let removed = removed.replace("headers", "headers content-length=0");
@@ -173,7 +165,7 @@ fn hints_of_untrusted_clients_are_removed() {
         BodyMode::Buffered,
         BodyMode::BufferedPartial,
         BodyMode::Streamed,
-        BodyMode::FullDuplex,
+        BodyMode::FullDuplexStreamed,
         BodyMode::Grpc,
     ];
     let removed = |trusted: bool, mode, path: &str, route: RouteTarget| {
@@ -224,7 +216,7 @@ fn exchange_starting_with_body_passes_through() {
         describe(buffered.on_message(body(b"{}", true))),
         ["request body"]
     );
-    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut duplex = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     assert_eq!(
         describe(duplex.on_message(body(b"{}", true))),
         ["request body 2 end"]
@@ -246,7 +238,7 @@ fn timeout_is_extended_only_in_modes_with_timeout() {
     buffered.on_route(to_worker());
     assert_eq!(extension(&buffered), None);
 
-    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut duplex = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     duplex.on_message(headers(CHAT, false));
     duplex.on_message(body(b"{}", true));
     assert_eq!(
@@ -258,7 +250,7 @@ fn timeout_is_extended_only_in_modes_with_timeout() {
 
 #[test]
 fn trailers_without_body_get_one_reply() {
-    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut duplex = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     duplex.on_message(headers(CHAT, false));
     assert_eq!(
         describe(duplex.on_message(ExchangeMessage::RequestTrailers)),

@@ -6,7 +6,7 @@ use warmroute_core::router::{
     RelocationOutcome, RequestPredictions, ResponseOrigin, WorkerResponse,
 };
 use warmroute_core::worker::WorkerEndpoint;
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 
 use super::ExchangeGuard;
 use super::started_response::StartedResponse;
@@ -14,47 +14,45 @@ use crate::dispatch::{Dispatcher, log_health_changes};
 use crate::ext_proc::exchange::ServingWorker;
 use crate::ext_proc::headers::{ResponseHead, ResponseSource};
 
-/// Result of attributing a response to its source.
-enum ResponseAttribution {
-    /// A worker, or Envoy for an unreachable worker. The router updates the health of workers.
-    Origin(ResponseOrigin),
-    /// Envoy, because of a limit or an injected fault. The response contains no information about
-    /// the worker.
-    EnvoyPolicy,
-    /// Envoy, because the worker did not respond in time.
-    EnvoyTimeout,
-    /// An unknown endpoint, which may be another address of the chosen worker.
-    UnknownEndpoint,
-}
-
 impl ExchangeGuard {
     /// Handles the headers of the response: reports the status to the router, and moves the load to
     /// the worker that sent it.
     pub(in crate::ext_proc) fn on_response_headers(&mut self, head: ResponseHead) {
         self.response = Some(StartedResponse::new(head));
         self.count_response(head.status, head.source.name());
-        match self.attribute_response(head.source) {
-            None => {}
-            Some(ResponseAttribution::Origin(origin)) => self.on_response_origin(head, origin),
-            Some(ResponseAttribution::EnvoyPolicy) => {
-                // Releases the probe, so that another request may probe the worker.
-                if let Some(active) = &mut self.active {
-                    active.placement.tracked.clear();
-                    active.placement.predictions = RequestPredictions::default();
-                }
+        let Some(active) = &mut self.active else {
+            return;
+        };
+        match head.source {
+            ResponseSource::Unknown | ResponseSource::Ambiguous => {
+                self.on_response_origin(head, ResponseOrigin::Chosen);
             }
-            Some(ResponseAttribution::EnvoyTimeout) => {
+            ResponseSource::Envoy => self.on_response_origin(head, ResponseOrigin::Gateway),
+            // A limit or an injected fault. The response contains no information about the worker.
+            ResponseSource::EnvoyPolicy => {
+                // Releases the probe, so that another request may probe the worker.
+                active.placement.tracked.clear();
+                active.placement.predictions = RequestPredictions::default();
+            }
+            ResponseSource::EnvoyTimeout => {
                 self.report_outcome(RequestOutcome::NoResponse);
                 if let Some(active) = &mut self.active {
                     active.placement.predictions = RequestPredictions::default();
                 }
             }
-            Some(ResponseAttribution::UnknownEndpoint) => {
-                if let Some(active) = &mut self.active {
-                    active.placement.tracked.clear();
-                    self.router
-                        .resolve_predictions(&mut active.placement, head.status);
+            ResponseSource::Worker(address) => {
+                let served = WorkerEndpoint(address);
+                if active.placement.route.to.is_served_from(served) {
+                    return self.on_response_origin(head, ResponseOrigin::Chosen);
                 }
+                let fleet = self.router.fleet();
+                if let Some(worker) = fleet.workers().find(|worker| worker.owns(served)) {
+                    return self.on_response_origin(head, ResponseOrigin::Other(worker.id));
+                }
+                // The endpoint may be another address of the chosen worker.
+                active.placement.tracked.clear();
+                self.router
+                    .resolve_predictions(&mut active.placement, head.status);
                 count_endpoint_mismatch(&self.metrics, "unknown_endpoint");
             }
         }
@@ -66,29 +64,6 @@ impl ExchangeGuard {
             let rank = active.placement.route.to.rank;
             dispatcher.record_stored(id, active.tenant.as_deref(), rank);
         }
-    }
-
-    /// Returns the sender of a response; `None` for a request that was not dispatched.
-    fn attribute_response(&self, source: ResponseSource) -> Option<ResponseAttribution> {
-        let route = &self.active.as_ref()?.placement.route;
-        let origin = match source {
-            ResponseSource::Unknown | ResponseSource::Ambiguous => ResponseOrigin::Chosen,
-            ResponseSource::Envoy => ResponseOrigin::Gateway,
-            ResponseSource::EnvoyPolicy => return Some(ResponseAttribution::EnvoyPolicy),
-            ResponseSource::EnvoyTimeout => return Some(ResponseAttribution::EnvoyTimeout),
-            ResponseSource::Worker(address) => {
-                let served = WorkerEndpoint(address);
-                if route.to.is_served_from(served) {
-                    return Some(ResponseAttribution::Origin(ResponseOrigin::Chosen));
-                }
-                let fleet = self.router.fleet();
-                match fleet.workers().find(|worker| worker.owns(served)) {
-                    Some(worker) => ResponseOrigin::Other(worker.id),
-                    None => return Some(ResponseAttribution::UnknownEndpoint),
-                }
-            }
-        };
-        Some(ResponseAttribution::Origin(origin))
     }
 
     fn on_response_origin(&mut self, head: ResponseHead, origin: ResponseOrigin) {
@@ -157,9 +132,5 @@ impl ExchangeGuard {
 }
 
 fn count_endpoint_mismatch(metrics: &Metrics, outcome: &'static str) {
-    metrics
-        .requests
-        .served_endpoint_mismatches
-        .get_or_create(&OutcomeLabel { outcome })
-        .inc();
+    count_outcome(&metrics.requests.served_endpoint_mismatches, outcome);
 }

@@ -5,12 +5,15 @@ use warmroute_core::index::PrefixIndex;
 use warmroute_core::load::LoadTracker;
 use warmroute_core::predict::{EvictionPolicy, Predictor, TtlPolicy};
 use warmroute_core::router::{
-    PhaseSelection, Placement, PredictorSet, Reason, RoutePrompt, RouteRequest, RouterSettings,
+    PhaseSelection, Placement, PredictorSet, Reason, RoutePrompt, RouteRequest, RouteTarget,
+    RouterSettings,
 };
 use warmroute_core::worker::{BlockSize, Worker, WorkerId, WorkerRole};
 
 use super::*;
-use crate::ext_proc::headers::ResponseHead;
+use crate::ext_proc::exchange::{Effect, Exchange, ExchangeStart};
+use crate::ext_proc::headers::{RequestHead, ResponseHead};
+use crate::ext_proc::message::{BodyMode, BodyModes, ExchangeMessage};
 
 /// Returns a router that verifies the blocks of requests with engine events.
 fn router_with_event_source() -> (Arc<Router>, warmroute_core::index::RankWriter) {
@@ -155,6 +158,45 @@ fn failed_request_stays_booked_with_its_prefill() {
         let loads = router.load().snapshot();
         let booked = loads.iter().filter(|load| load.active_prefill_tokens > 0);
         assert_eq!(booked.count(), expected, "{status} {has_short_body}");
+    }
+}
+
+#[test]
+fn request_without_body_stays_booked_during_response() {
+    for mode in [BodyMode::Buffered, BodyMode::FullDuplexStreamed] {
+        let router = router();
+        let request = RouteRequest::new(Some("m".into()), hashed_prompt());
+        let mut guard = guard_of(&router, router.route(request).unwrap());
+        let mut exchange = Exchange::new(Arc::default(), ExchangeStart::default());
+        exchange.configure(BodyModes {
+            request: mode,
+            response: BodyMode::None,
+        });
+        exchange.on_message(ExchangeMessage::RequestHeaders {
+            head: RequestHead::default(),
+            end_of_stream: true,
+        });
+        exchange.on_route(RouteTarget::PASSTHROUGH);
+        let mut booked_after = |message| {
+            for effect in exchange.on_message(message) {
+                match effect {
+                    Effect::ResponseStarted(head) => guard.on_response_headers(head),
+                    Effect::Completed => guard.on_completed(),
+                    _ => {}
+                }
+            }
+            router.load().snapshot()[0].active_requests
+        };
+        let response = ExchangeMessage::ResponseHeaders {
+            head: response_head(false, 200),
+            end_of_stream: false,
+        };
+        assert_eq!(booked_after(response), 1, "{mode:?}");
+        assert_eq!(
+            booked_after(ExchangeMessage::ResponseTrailers),
+            0,
+            "{mode:?}"
+        );
     }
 }
 

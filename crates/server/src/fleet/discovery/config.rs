@@ -1,12 +1,12 @@
 //! Configuration of listed workers and of the workers file.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::num::{NonZeroU16, NonZeroU32};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{
-    BootstrapAddress, EndpointKind, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
+    BootstrapAddress, EndpointKind, ModelName, RankRange, SocketAttach, WorkerEndpoint, WorkerId,
+    WorkerRole,
 };
 
 use super::zmq::ZmqEndpoint;
@@ -34,7 +34,7 @@ pub struct WorkerConfig {
     pub role: WorkerRole,
     /// Data-parallel ranks.
     #[serde(default)]
-    pub data_parallel: DataParallel,
+    pub data_parallel: RankRange,
     /// Source of the KV events; without it, the worker has none or discovery queries the engine.
     #[serde(default)]
     pub kv_events: Option<KvEventsConfig>,
@@ -58,26 +58,10 @@ pub struct WorkerConfig {
     pub kv_transfer: Option<KvTransferConfig>,
     /// Bootstrap address (SGLang); defaults to port 8998 of the endpoint's host.
     #[serde(default)]
-    pub bootstrap: Option<BootstrapConfig>,
+    pub bootstrap: Option<BootstrapAddress>,
     /// True if the worker accepts no new requests.
     #[serde(default)]
     pub draining: bool,
-}
-
-/// Bootstrap address of a prefill worker.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct BootstrapConfig {
-    /// Host name or address at which decode workers reach it; defaults to the host of the endpoint.
-    #[serde(default)]
-    pub host: Option<String>,
-    /// Bootstrap port (`--disaggregation-bootstrap-port`).
-    #[serde(default = "default_bootstrap_port")]
-    pub port: NonZeroU16,
-}
-
-fn default_bootstrap_port() -> NonZeroU16 {
-    BootstrapAddress::DEFAULT_PORT
 }
 
 /// Topology constraint on a KV transfer: both workers must have the same value for a domain.
@@ -101,25 +85,6 @@ pub enum EnforcementConfig {
     Required,
     /// Workers in other domains cost more.
     Preferred,
-}
-
-/// The data-parallel ranks `start .. start + size`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct DataParallel {
-    /// First rank.
-    pub start: u32,
-    /// Number of ranks.
-    pub size: NonZeroU32,
-}
-
-impl Default for DataParallel {
-    fn default() -> Self {
-        Self {
-            start: 0,
-            size: NonZeroU32::MIN,
-        }
-    }
 }
 
 /// Source of the KV events of a worker: either the endpoint of rank 0, from which the others are

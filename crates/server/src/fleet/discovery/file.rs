@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::{io, slice};
 
 use warmroute_core::worker::Worker;
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 use warmroute_runtime::files;
 use warmroute_runtime::lifecycle::file_watcher::{FileWatchTiming, FileWatcher};
 use warmroute_settings::{ConfigError, MAX_SETTINGS_FILE};
@@ -146,11 +146,7 @@ fn report_update(path: &Path, update: &WorkersFileUpdate, metrics: &Metrics) {
         .workers
         .file_last_reload_successful
         .set(i64::from(outcome != "invalid"));
-    metrics
-        .workers
-        .file_reloads
-        .get_or_create(&OutcomeLabel { outcome })
-        .inc();
+    count_outcome(&metrics.workers.file_reloads, outcome);
 }
 
 #[cfg(test)]

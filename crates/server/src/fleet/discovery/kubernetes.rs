@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use warmroute_core::worker::{WorkerId, pool_taint};
-use warmroute_settings::{DurationSetting, Problem};
+use warmroute_core::worker::{RankRange, WorkerId, pool_taint};
+use warmroute_settings::{DurationSetting, Problem, all_within};
 
-use crate::fleet::discovery::config::{DataParallel, WorkerConfig};
+use crate::fleet::discovery::config::WorkerConfig;
 use crate::fleet::discovery::template::TemplateConfig;
 
 /// Maximum number of ports of a pod, as in an InferencePool.
@@ -179,7 +179,7 @@ impl PodsConfig {
                 "Dynamo has one id per pod, but each port is a separate worker; set one port",
             );
         }
-        if self.ports.len() > 1 && self.worker.data_parallel != DataParallel::default() {
+        if self.ports.len() > 1 && self.worker.data_parallel != RankRange::ONE {
             let text = "with several ports, each port is one rank; remove this, or set the one port that all ranks share";
             problems.push(Problem::of("data_parallel", text).within("worker"));
         }
@@ -198,12 +198,9 @@ impl KubernetesConfig {
 
     /// Returns semantic errors.
     pub fn problems(&self) -> Vec<Problem> {
-        let of_pool = |(at, pool): (usize, &PodsConfig)| {
-            pool.problems()
-                .into_iter()
-                .map(move |problem| problem.within(at).within("pools"))
-        };
-        let mut problems: Vec<Problem> = self.pools.iter().enumerate().flat_map(of_pool).collect();
+        let pools = self.pools.iter().enumerate();
+        let found = pools.flat_map(|(at, pool)| all_within(at, pool.problems()));
+        let mut problems: Vec<Problem> = all_within("pools", found).collect();
         if self.pools.is_empty() {
             problems.push(Problem::of(
                 "pools",

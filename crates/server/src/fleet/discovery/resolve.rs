@@ -5,12 +5,12 @@ use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 
 use warmroute_core::worker::{
-    BootstrapAddress, DpRank, EventSource, RankRange, SocketAttach, Worker, WorkerCapacity,
-    WorkerEndpoint, WorkerId, WorkerRole,
+    DpRank, EventSource, RankRange, SocketAttach, Worker, WorkerCapacity, WorkerEndpoint, WorkerId,
+    WorkerRole,
 };
-use warmroute_settings::{PathStep, Problem, nearest};
+use warmroute_settings::{PathStep, Problem, all_within, nearest};
 
-use super::config::{BootstrapConfig, DataParallel, KvEventsConfig, RankSource, WorkerConfig};
+use super::config::{KvEventsConfig, RankSource, WorkerConfig};
 use super::zmq::ZmqEndpoint;
 use super::{WorkerModel, labels};
 
@@ -21,7 +21,7 @@ pub fn resolve(list: &[WorkerConfig], models: &[WorkerModel]) -> Result<Vec<Work
     for (at, config) in list.iter().enumerate() {
         match resolve_worker(config, models) {
             Ok(worker) => workers.push(worker),
-            Err(found) => problems.extend(found.into_iter().map(|problem| problem.within(at))),
+            Err(found) => problems.extend(all_within(at, found)),
         }
     }
     if problems.is_empty() {
@@ -113,7 +113,7 @@ fn resolve_worker(config: &WorkerConfig, models: &[WorkerModel]) -> Result<Worke
     let event_sources = match sources {
         Ok(sources) => sources,
         Err(found) => {
-            problems.extend(found.into_iter().map(|problem| problem.within("kv_events")));
+            problems.extend(all_within("kv_events", found));
             Vec::new()
         }
     };
@@ -139,10 +139,7 @@ fn resolve_worker(config: &WorkerConfig, models: &[WorkerModel]) -> Result<Worke
             adapters: config.adapters.clone(),
             topology: config.topology.clone(),
             kv_transfer,
-            bootstrap: config
-                .bootstrap
-                .clone()
-                .map(|BootstrapConfig { host, port }| BootstrapAddress { host, port }),
+            bootstrap: config.bootstrap.clone(),
             event_sources,
             draining: config.draining,
         }),
@@ -181,17 +178,15 @@ fn find_model<'m>(
     }
 }
 
-fn check_ranks(data_parallel: DataParallel) -> Result<RankRange, Problem> {
-    let DataParallel { start, size } = data_parallel;
+fn check_ranks(ranks: RankRange) -> Result<RankRange, Problem> {
+    let RankRange { start, size } = ranks;
     let is_in_range = size.get() <= RankRange::MAX_SIZE && start.checked_add(size.get()).is_some();
     let text = format!(
         "{size} ranks from {start} exceed the limit of {} ranks",
         RankRange::MAX_SIZE
     );
     let out_of_range = || Problem::at(["data_parallel".into(), "size".into()], text);
-    is_in_range
-        .then_some(RankRange { start, size })
-        .ok_or_else(out_of_range)
+    is_in_range.then_some(ranks).ok_or_else(out_of_range)
 }
 
 fn resolve_event_sources(

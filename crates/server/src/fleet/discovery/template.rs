@@ -8,12 +8,11 @@ use std::num::NonZeroU16;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{
-    EndpointKind, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
+    BootstrapAddress, EndpointKind, ModelName, RankRange, SocketAttach, WorkerEndpoint, WorkerId,
+    WorkerRole,
 };
 
-use super::config::{
-    BootstrapConfig, DataParallel, KvEventsConfig, KvTransferConfig, WorkerConfig,
-};
+use super::config::{KvEventsConfig, KvTransferConfig, WorkerConfig};
 use super::zmq::ZmqEndpoint;
 
 /// Settings of discovered workers.
@@ -25,7 +24,7 @@ pub struct TemplateConfig {
     /// Role: `aggregated`, `prefill` or `decode`.
     pub role: WorkerRole,
     /// Data-parallel ranks behind one address.
-    pub data_parallel: DataParallel,
+    pub data_parallel: RankRange,
     /// `ip:port` of a front end that the workers share, such as the cluster address of its Service:
     /// the endpoint of each worker, in place of its own address, with `via: front_end`.
     pub front_end: Option<WorkerEndpoint>,
@@ -44,7 +43,7 @@ pub struct TemplateConfig {
     /// Topology constraint on the decode worker that receives KV from this worker.
     pub kv_transfer: Option<KvTransferConfig>,
     /// Bootstrap address (SGLang); defaults to port 8998 of the worker's host.
-    pub bootstrap: Option<BootstrapConfig>,
+    pub bootstrap: Option<BootstrapAddress>,
 }
 
 /// Ports of the KV events at the worker's address. Rank r uses port + r.
@@ -75,9 +74,9 @@ impl TemplateConfig {
             replay_endpoint: events.replay_port.map(tcp),
             ranks: Vec::new(),
         });
-        let data_parallel = rank.map_or(self.data_parallel, |start| DataParallel {
+        let data_parallel = rank.map_or(self.data_parallel, |start| RankRange {
             start,
-            ..DataParallel::default()
+            ..RankRange::ONE
         });
         WorkerConfig {
             id,

@@ -104,47 +104,6 @@ fn adapters_topology_and_constraints_are_parsed() {
     );
 }
 
-#[test]
-fn unmatchable_names_and_constraints_are_rejected() {
-    for (keys, column, problem) in [
-        ("taints: ['']", 42, "a name is empty"),
-        ("adapters: ['']", 44, "a name is empty"),
-        ("topology: {'': a}", 49, "a domain has no name"),
-        ("topology: {a=b: c}", 50, "holds an `=`"),
-        ("topology: {zone: ''}", 51, "has no value"),
-        (
-            "kv_transfer: {domain: zone, enforcement: required}",
-            56,
-            "no domain of the name `zone`; add it to",
-        ),
-        (
-            "topology: {zone: a}, kv_transfer: {domain: zoen, enforcement: required}",
-            77,
-            "did you mean `zone`?",
-        ),
-        (
-            "topology: {z: a}, kv_transfer: {domain: z, enforcement: required, weight: 1}",
-            108,
-            "remove it or use `preferred`",
-        ),
-        (
-            "topology: {z: a}, kv_transfer: {domain: z, enforcement: preferred, weight: 1.5}",
-            109,
-            "from 0 to 1",
-        ),
-        (
-            "topology: {z: a}, kv_transfer: {domain: z, enforcement: preferred}",
-            90,
-            "`weight` is missing",
-        ),
-    ] {
-        let found = workers(&format!("- {{id: 1, endpoint: 10.0.0.1:80, {keys}}}")).unwrap_err();
-        assert_eq!(found.len(), 1, "{keys}: {found:?}");
-        assert!(found[0].problem.contains(problem), "{keys}: {}", found[0]);
-        assert_eq!(found[0].column, Some(column), "{keys}");
-    }
-}
-
 proptest! {
     #[test]
     fn arbitrary_workers_file_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {

@@ -11,7 +11,7 @@ use serde::Serialize;
 use slab::Slab;
 use tokio::sync::watch;
 use warmroute_core::worker::Worker;
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 
 use super::assignments::AssignmentSnapshot;
 use super::config::ClusterConfig;
@@ -146,11 +146,7 @@ impl XdsClients {
     }
 
     pub(super) fn count_message(&self, outcome: &'static str) {
-        self.metrics
-            .endpoints
-            .xds_updates
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.endpoints.xds_updates, outcome);
     }
 
     fn notify_waiters(&self) {

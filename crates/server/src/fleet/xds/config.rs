@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use warmroute_core::worker::{ModelName, Worker, WorkerRole};
 use warmroute_runtime::tls::{ListenerExposure, TlsConfig};
-use warmroute_settings::{ADDRESS_PATTERN, Problem};
+use warmroute_settings::{ADDRESS_PATTERN, Problem, all_within, resolve_paths};
 
 /// The `envoy:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -89,9 +89,7 @@ impl EnvoyConfig {
 
     /// Resolves relative paths against the directory of the configuration file.
     pub fn resolve(&mut self, directory: &Path) {
-        if let Some(file) = &mut self.endpoints_file {
-            *file = directory.join(&*file);
-        }
+        resolve_paths(directory, &mut self.endpoints_file);
         if let Some(tls) = self.xds.as_mut().and_then(|xds| xds.tls.as_mut()) {
             tls.resolve(directory);
         }
@@ -122,7 +120,7 @@ impl EnvoyConfig {
             .xds
             .iter()
             .flat_map(|xds| xds.problems(&self.cluster, models));
-        problems.extend(xds.map(|problem| problem.within("xds")));
+        problems.extend(all_within("xds", xds));
         problems
     }
 }
@@ -135,11 +133,7 @@ impl XdsConfig {
                 let text = "`tls` requires `address`; on the ext_proc listener, `listeners.ext_proc.tls` applies";
                 problems.push(Problem::of("tls", text));
             }
-            problems.extend(
-                tls.problems()
-                    .into_iter()
-                    .map(|problem| problem.within("tls")),
-            );
+            problems.extend(all_within("tls", tls.problems()));
         }
         let exposure = self.address.map(|listen| ListenerExposure {
             key: "address",

@@ -2,170 +2,94 @@
 //! renamed into the watched directory, and does not detect writes in place.
 
 use std::io::{self, Write};
+use std::net::SocketAddr;
 use std::path::Path;
 
-use serde::{Serialize, Serializer};
+use serde_json::{Map, Value, json};
 use warmroute_core::worker::Worker;
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, count_outcome};
 use warmroute_runtime::lifecycle::directory;
 use warmroute_settings::{ByteSize, read_regular_file};
 
 use super::subset_labels::{SubsetLabels, hosts};
-
-#[derive(Serialize)]
-struct DiscoveryResponse<'a> {
-    resources: [ClusterLoadAssignment<'a>; 1],
-}
-
-#[derive(Serialize)]
-struct ClusterLoadAssignment<'a> {
-    #[serde(rename = "@type")]
-    type_url: &'static str,
-    cluster_name: &'a str,
-    endpoints: [LocalityLbEndpoints; 1],
-}
-
-#[derive(Serialize)]
-struct LocalityLbEndpoints {
-    lb_endpoints: Vec<LbEndpoint>,
-}
-
-#[derive(Serialize)]
-struct LbEndpoint {
-    endpoint: EnvoyEndpoint,
-    /// Set only if Envoy's load balancers must exclude the host.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    health_status: Option<&'static str>,
-    metadata: EndpointMetadata,
-}
-
-#[derive(Serialize)]
-struct EnvoyEndpoint {
-    address: EdsAddress,
-}
-
-#[derive(Serialize)]
-struct EdsAddress {
-    socket_address: SocketAddress,
-}
-
-#[derive(Serialize)]
-struct SocketAddress {
-    address: String,
-    port_value: u16,
-}
-
-#[derive(Serialize)]
-struct EndpointMetadata {
-    filter_metadata: FilterMetadata,
-}
-
-#[derive(Serialize)]
-struct FilterMetadata {
-    #[serde(rename = "envoy.lb")]
-    lb: SubsetMetadata,
-}
-
-/// Labels by name, each a single value or a list.
-struct SubsetMetadata(SubsetLabels);
-
-impl Serialize for SubsetMetadata {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_map(
-            self.0
-                .entries()
-                .map(|(name, values)| (name, OneOrList(values))),
-        )
-    }
-}
-
-struct OneOrList(Vec<String>);
-
-impl Serialize for OneOrList {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match &self.0[..] {
-            [only] => only.serialize(serializer),
-            values => values.serialize(serializer),
-        }
-    }
-}
 
 /// Renders the file of a fleet: one endpoint per address, sorted by address.
 pub fn render<'w>(
     workers: impl IntoIterator<Item = &'w Worker>,
     cluster: &str,
 ) -> Result<String, serde_saphyr::SerializeError> {
-    let lb_endpoints = hosts(workers)
+    let lb_endpoints: Vec<_> = hosts(workers)
         .into_iter()
-        .map(|(endpoint, labels)| LbEndpoint {
-            endpoint: EnvoyEndpoint {
-                address: EdsAddress {
-                    socket_address: SocketAddress {
-                        address: endpoint.0.ip().to_string(),
-                        port_value: endpoint.0.port(),
-                    },
-                },
-            },
-            health_status: (!labels.accepts_requests).then_some("DRAINING"),
-            metadata: EndpointMetadata {
-                filter_metadata: FilterMetadata {
-                    lb: SubsetMetadata(labels),
-                },
-            },
-        });
-    let response = DiscoveryResponse {
-        resources: [ClusterLoadAssignment {
-            type_url: "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
-            cluster_name: cluster,
-            endpoints: [LocalityLbEndpoints {
-                lb_endpoints: lb_endpoints.collect(),
-            }],
+        .map(|(endpoint, labels)| lb_endpoint(endpoint.0, &labels))
+        .collect();
+    let response = json!({
+        "resources": [{
+            "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
+            "cluster_name": cluster,
+            "endpoints": [{ "lb_endpoints": lb_endpoints }],
         }],
-    };
+    });
     // Quoted, because Envoy's YAML 1.1 parser interprets more plain scalars than the serializer
     // assumes.
     let options = serde_saphyr::ser_options! { no_lang_directive: true, quote_all: true };
     serde_saphyr::to_string_with_options(&response, options)
 }
 
-/// Replaces the file by a rename, unless it already has this text. Creates the directory if
-/// necessary.
-pub fn write(path: &Path, text: &str, metrics: &Metrics) -> io::Result<FileWriteOutcome> {
-    let result = replace(path, text);
-    let outcome = match result {
-        Ok(FileWriteOutcome::Unchanged) => return result,
-        Ok(FileWriteOutcome::Replaced) => "written",
-        Err(_) => "failed",
-    };
-    metrics
-        .endpoints
-        .file_writes
-        .get_or_create(&OutcomeLabel { outcome })
-        .inc();
-    result
+fn lb_endpoint(address: SocketAddr, labels: &SubsetLabels) -> Value {
+    let entries = labels.entries().into_iter();
+    let metadata: Map<String, Value> = entries
+        .map(|(name, values)| (name.to_owned(), one_or_list(values)))
+        .collect();
+    let mut host = json!({
+        "endpoint": {
+            "address": {
+                "socket_address": {
+                    "address": address.ip().to_string(),
+                    "port_value": address.port(),
+                },
+            },
+        },
+        "metadata": { "filter_metadata": { "envoy.lb": metadata } },
+    });
+    if !labels.accepts_requests {
+        // Excludes the host from Envoy's load balancers.
+        host["health_status"] = "DRAINING".into();
+    }
+    host
 }
 
-/// Result of a write.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FileWriteOutcome {
-    /// The file was replaced.
-    Replaced,
-    /// The file already had this text; Envoy does not reload it.
-    Unchanged,
+fn one_or_list(mut values: Vec<String>) -> Value {
+    match values.len() {
+        1 => values.swap_remove(0).into(),
+        _ => values.into(),
+    }
+}
+
+/// Replaces the file by a rename, unless it already has this text. Creates the directory if
+/// necessary. Returns whether the file was replaced; Envoy does not reload an equal file.
+pub fn write(path: &Path, text: &str, metrics: &Metrics) -> io::Result<bool> {
+    let result = replace(path, text);
+    let outcome = match result {
+        Ok(false) => return result,
+        Ok(true) => "written",
+        Err(_) => "failed",
+    };
+    count_outcome(&metrics.endpoints.file_writes, outcome);
+    result
 }
 
 /// Maximum size of an endpoint file that is compared with its new content.
 const MAX_ENDPOINTS_FILE: ByteSize = ByteSize::mib(256);
 
-fn replace(path: &Path, text: &str) -> io::Result<FileWriteOutcome> {
+fn replace(path: &Path, text: &str) -> io::Result<bool> {
     if read_regular_file(path, MAX_ENDPOINTS_FILE).is_ok_and(|bytes| bytes == text.as_bytes()) {
-        return Ok(FileWriteOutcome::Unchanged);
+        return Ok(false);
     }
     directory::prepare(path)?;
     let mut file = builder().tempfile_in(directory::of(path))?;
     file.write_all(text.as_bytes())?;
     file.persist(path)?;
-    Ok(FileWriteOutcome::Replaced)
+    Ok(true)
 }
 
 /// Returns a builder of readable temporary files. They are private by default, but Envoy may run as

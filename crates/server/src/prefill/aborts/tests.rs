@@ -6,6 +6,7 @@ use reqwest::header::AUTHORIZATION;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
+use warmroute_metrics::OutcomeLabel;
 use warmroute_settings::DurationSetting;
 
 use super::*;
@@ -41,7 +42,7 @@ fn new_client(engines: EnginesConfig) -> (Arc<AbortClient>, Arc<Metrics>, TaskTr
         ..engines
     };
     (
-        AbortClient::with_tracker(&engines, metrics.clone(), tasks.clone()).unwrap(),
+        AbortClient::new(&engines, metrics.clone(), tasks.clone()).unwrap(),
         metrics,
         tasks,
     )

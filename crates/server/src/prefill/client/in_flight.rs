@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_metrics::{Metrics, OutcomeLabel, count_outcome};
 
 /// One running prefill. Its end is counted by drop.
 pub(super) struct InFlightPrefill {
@@ -22,11 +22,7 @@ impl InFlightPrefill {
 
     /// Records the outcome.
     pub(super) fn finish(self, outcome: &'static str) {
-        self.metrics
-            .prefill
-            .calls
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.prefill.calls, outcome);
         let duration = self.started.elapsed().as_secs_f64();
         self.metrics
             .prefill

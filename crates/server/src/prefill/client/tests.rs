@@ -7,6 +7,7 @@ use axum::routing::post;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use warmroute_engines::engine_client::config::EngineScheme;
+use warmroute_metrics::OutcomeLabel;
 use warmroute_settings::DurationSetting;
 
 use super::*;

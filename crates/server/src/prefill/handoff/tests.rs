@@ -17,12 +17,8 @@ fn bytes(value: &Value) -> Bytes {
 
 /// Returns the prefill worker's response to this request.
 fn response_to(handoff: &KvHandoff, answer: &[u8]) -> PrefillResponse {
-    handoff
-        .prefill_body()
-        .unwrap()
-        .into_parts()
-        .1
-        .response(Bytes::copy_from_slice(answer))
+    let (_, into_response) = handoff.prefill_body().unwrap().into_parts();
+    into_response(Bytes::copy_from_slice(answer))
 }
 
 fn decode(handoff: KvHandoff, answer: &[u8]) -> Result<Bytes, HandoffError> {
@@ -263,10 +259,8 @@ fn response_of_other_request_is_rejected() {
     let other = new();
     let response = response_to(&other, answer);
     assert_eq!(one.decode_body(response), Err(HandoffError::OtherRequest));
-    let unrelated = PrefillBody::without_handoff(Bytes::new())
-        .into_parts()
-        .1
-        .response(Bytes::from_static(answer));
+    let (_, into_response) = PrefillBody::without_handoff(Bytes::new()).into_parts();
+    let unrelated = into_response(Bytes::from_static(answer));
     assert_eq!(
         other.decode_body(unrelated),
         Err(HandoffError::OtherRequest)

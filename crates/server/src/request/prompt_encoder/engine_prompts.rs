@@ -14,9 +14,9 @@ use warmroute_tokens::openai::{self, PromptInput};
 use warmroute_tokens::prompt::{BoundedTokens, TokenBudget};
 
 use super::{ParsedRequest, PromptEncoder, StageTimer, TokenizedPrompts};
+use crate::request::encode::HeaderContext;
 use crate::request::engine_tokens::EngineTokensResult;
 use crate::request::engine_tokens::config::RenderPath;
-use crate::request::header_context::HeaderContext;
 use crate::request::partial_request::PromptEncoding;
 
 /// While parity is broken, one in this many prompts is also tokenized locally and compared.

@@ -323,9 +323,9 @@ fn incomplete_bodies(received: &Bytes) -> [(RequestBody, Reason); 2] {
 #[tokio::test]
 async fn incomplete_body_is_routed_by_load_to_its_model() {
     let preprocessor = RequestPreprocessor::new(PreprocessorParts {
-        session_fields: Some(SessionFields {
+        sessions: Some(SessionsConfig {
             body_field: Some("metadata.session".into()),
-            ..SessionFields::default()
+            ..SessionsConfig::default()
         }),
         ..parts_without_tokenizer(ClientsConfig::default())
     });
@@ -377,17 +377,5 @@ async fn incomplete_body_is_routed_by_load_to_its_model() {
             );
             assert_eq!(prompt.reason(), Some(reason), "{path}");
         }
-    }
-}
-
-#[test]
-fn only_needed_bodies_are_requested() {
-    let preprocessor = preprocessor_without_tokenizer(ClientsConfig::default());
-    for (path, wanted) in [
-        ("/v1/completions", true),
-        ("/v1/models", false),
-        ("/favicon.ico", false),
-    ] {
-        assert_eq!(preprocessor.wants_body(path, &|_| None), wanted, "{path}");
     }
 }

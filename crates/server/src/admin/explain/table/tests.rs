@@ -2,15 +2,12 @@ use warmroute_core::index::TierBlocks;
 use warmroute_core::load::{ActiveLoad, LatencyCoefficients, LatencyEstimate, RankTiming};
 use warmroute_core::policy::{Cost, CostTerms, PolicyTerms, Weights};
 use warmroute_core::router::{ComputingRank, Mode, Reason};
-use warmroute_core::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
+use warmroute_core::worker::{BlockSize, WorkerRank};
 
 use super::*;
 
 fn rank(id: u64) -> WorkerRank {
-    WorkerRank {
-        worker: WorkerId(id),
-        rank: DpRank(0),
-    }
+    WorkerRank::new(id, 0)
 }
 
 const TERMS: PolicyTerms = PolicyTerms {

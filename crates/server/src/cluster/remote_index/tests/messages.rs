@@ -114,10 +114,7 @@ fn every_enum_value_round_trips() {
     let all = reasons.flat_map(with_freshness);
     let row = |(index, (freshness, reason)): (usize, (IndexFreshness, Option<StaleReason>))| {
         let engine_block_size = BlockSize::new(index as u32 % 3);
-        let rank = WorkerRank {
-            worker: WorkerId(u64::MAX - index as u64),
-            rank: DpRank(index as u32),
-        };
+        let rank = WorkerRank::new(u64::MAX - index as u64, index as u32);
         RemoteRank {
             rank,
             status: SourceStatus {

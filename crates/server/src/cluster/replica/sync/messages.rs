@@ -3,10 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::bail;
 use prost::Message as _;
 use tracing::{debug, info, warn};
-use warmroute_metrics::OutcomeLabel;
+use warmroute_metrics::count_outcome;
 
 use super::{ReplicaState, ReplicaSync};
 use crate::cluster::replica::nats::{NatsLink, NatsMessage};
@@ -19,14 +18,10 @@ const UNREACHABLE: &str = "client error: nats: IO error";
 
 impl ReplicaSync {
     /// Handles a received message.
-    pub(super) async fn on_message(
-        &self,
-        link: &NatsLink,
-        message: NatsMessage,
-    ) -> anyhow::Result<()> {
+    pub(super) async fn on_message(&self, link: &NatsLink, message: NatsMessage) {
         match message {
-            NatsMessage::Connection(Some(state)) => self.on_connection_event(link, &state).await,
-            NatsMessage::Echo(Some(message)) => {
+            NatsMessage::Connection(state) => self.on_connection_event(link, &state).await,
+            NatsMessage::Echo(message) => {
                 let sent = message.payload[..]
                     .try_into()
                     .map(u64::from_be_bytes)
@@ -38,8 +33,8 @@ impl ReplicaSync {
                     self.rates.lock().0.record_delay(delay);
                 }
             }
-            NatsMessage::Batch(Some(message)) if link.is_own(&message.subject) => {}
-            NatsMessage::Batch(Some(message)) => match Batch::decode(message.payload) {
+            NatsMessage::Batch(message) if link.is_own(&message.subject) => {}
+            NatsMessage::Batch(message) => match Batch::decode(message.payload) {
                 Ok(batch) if !link.is_from(&message.subject, ReplicaId(batch.replica)) => {
                     self.count_message("malformed")
                 }
@@ -53,8 +48,7 @@ impl ReplicaSync {
                 }
                 Err(error) => self.reject_message(&error),
             },
-            NatsMessage::SnapshotPart(Some(message)) => match SnapshotPart::decode(message.payload)
-            {
+            NatsMessage::SnapshotPart(message) => match SnapshotPart::decode(message.payload) {
                 Ok(part) => {
                     let update =
                         self.update_state(|ReplicaState { peers, random, .. }, view, now| {
@@ -64,20 +58,12 @@ impl ReplicaSync {
                 }
                 Err(error) => self.reject_message(&error),
             },
-            NatsMessage::SnapshotRequest(Some(message)) => {
+            NatsMessage::SnapshotRequest(message) => {
                 if let Some(reply) = message.reply {
                     self.send_snapshot(link, reply.to_string()).await;
                 }
             }
-            NatsMessage::Batch(None)
-            | NatsMessage::SnapshotRequest(None)
-            | NatsMessage::SnapshotPart(None)
-            | NatsMessage::Echo(None)
-            | NatsMessage::Connection(None) => {
-                bail!("the NATS subscription has ended")
-            }
         }
-        Ok(())
     }
 
     /// Sends a heartbeat with the `hello` and `leaving` flags of `flags`. Pending batches are
@@ -246,10 +232,6 @@ impl ReplicaSync {
     }
 
     fn count_message(&self, outcome: &'static str) {
-        self.metrics
-            .replicas
-            .messages
-            .get_or_create(&OutcomeLabel { outcome })
-            .inc();
+        count_outcome(&self.metrics.replicas.messages, outcome);
     }
 }

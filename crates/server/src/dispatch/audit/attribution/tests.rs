@@ -1,14 +1,9 @@
-use warmroute_core::worker::{DpRank, WorkerId};
-
 use super::*;
 
 fn forecast(available: u64, captured: u64) -> HitForecast {
     HitForecast {
         model: "m".into(),
-        rank: WorkerRank {
-            worker: WorkerId(1),
-            rank: DpRank(0),
-        },
+        rank: WorkerRank::new(1, 0),
         role: Some(WorkerRole::Aggregated),
         mode: Mode::Exact,
         reason: None,

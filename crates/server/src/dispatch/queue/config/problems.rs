@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use warmroute_settings::{Problem, nearest};
+use warmroute_settings::{Problem, all_within, nearest};
 
 use super::{BucketConfig, ClassConfig, QueueConfig};
 
@@ -42,11 +42,7 @@ impl QueueConfig {
         problems.extend(self.check_buckets());
         for (at, class) in self.classes.iter().enumerate() {
             let found = self.check_class(at, class);
-            problems.extend(
-                found
-                    .into_iter()
-                    .map(|problem| problem.within(at).within("classes")),
-            );
+            problems.extend(all_within("classes", all_within(at, found)));
         }
         problems.extend(self.check_combinations());
         problems.extend(self.check_default_family());

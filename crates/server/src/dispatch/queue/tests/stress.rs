@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
+use warmroute_core::worker::WorkerRank;
 
 use super::*;
 
@@ -32,10 +32,7 @@ async fn client(queue: Arc<AdmissionQueue<TestPlacer>>, counts: Arc<RequestCount
     let mut rng = StdRng::seed_from_u64(seed);
     for _ in 0..REQUESTS {
         let lane = match rng.random_range(0..4) {
-            0 => QueueLane::Pinned(WorkerRank {
-                worker: WorkerId(rng.random_range(0..3)),
-                rank: DpRank(0),
-            }),
+            0 => QueueLane::Pinned(WorkerRank::new(rng.random_range(0..3), 0)),
             1 => QueueLane::WorkerSet(rng.random_range(0..3)),
             _ => QueueLane::AnyWorker,
         };

@@ -12,11 +12,14 @@ use envoy_types::pb::envoy::service::ext_proc::v3::{
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
+use prost::Message as _;
 use warmroute_property_tests::property_config;
 
 use super::*;
+use crate::ext_proc::config::ResponseConfig;
 use crate::ext_proc::message::IncomingMessage;
 use crate::ext_proc::response_content::MissingContent;
+use crate::ext_proc::wire::RawProcessingRequest;
 
 /// One input of an exchange.
 #[derive(Clone, Debug)]
@@ -119,7 +122,7 @@ struct ExchangeRecord {
 
 impl ExchangeRecord {
     fn new(request: BodySendMode, response: BodySendMode) -> Self {
-        let response_headers = ResponseHeaderOptions {
+        let response_headers = ResponseConfig {
             mode: true,
             worker: true,
             prediction: true,
@@ -170,6 +173,7 @@ impl ExchangeRecord {
                     protocol_config,
                     ..ProcessingRequest::default()
                 };
+                let wire = RawProcessingRequest::decode(&wire.encode_to_vec()[..]).unwrap();
                 let incoming = IncomingMessage::parse(wire);
                 if let Some(modes) = incoming.modes {
                     self.exchange.configure(modes);

@@ -33,7 +33,7 @@ fn reply_with_edit(body: &'static [u8]) -> RouteReply {
 
 #[test]
 fn late_full_duplex_body_is_routed_and_unchanged() {
-    let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut exchange = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     let head = RequestHead {
         path: CHAT.into(),
         content_length: Some(9),
@@ -77,7 +77,7 @@ fn response_id_is_read_if_response_is_stored() {
     let modes = [
         (BodyMode::Buffered, BodyMode::None),
         (BodyMode::Buffered, BodyMode::Streamed),
-        (BodyMode::FullDuplex, BodyMode::FullDuplex),
+        (BodyMode::FullDuplexStreamed, BodyMode::FullDuplexStreamed),
     ];
     let observations = [
         ObserveMode::Off,
@@ -156,7 +156,7 @@ fn pool_is_accepted_with_headers_or_body() {
 
 #[test]
 fn first_token_is_not_awaited_without_response_body() {
-    let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
+    let mut exchange = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"{\"model\":\"requested\"}", true));
     exchange.on_route(reply_with_edit(b"{\"model\":\"target\"}"));

@@ -174,7 +174,7 @@ fn first_content_is_first_token_in_every_mode() {
     let modes = [
         (BodyMode::Buffered, BodyMode::None),
         (BodyMode::Buffered, BodyMode::Streamed),
-        (BodyMode::FullDuplex, BodyMode::FullDuplex),
+        (BodyMode::FullDuplexStreamed, BodyMode::FullDuplexStreamed),
     ];
     let cases = observed
         .into_iter()
@@ -328,18 +328,4 @@ fn probe_reports_decide_first_token_and_end() {
         let end = describe(exchange.on_message(ExchangeMessage::ResponseTrailers));
         assert_eq!(end.contains(&"finished".to_owned()), report != empty);
     }
-}
-
-#[test]
-fn probe_reports_empty_document() {
-    let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
-    exchange.on_message(headers(CHAT, false));
-    exchange.on_message(body(b"{}", true));
-    exchange.on_route(to_worker());
-    exchange.on_message(response(false, false));
-    let report = ContentReport::Ended(MissingContent::Empty);
-    assert_eq!(
-        describe(exchange.on_content_report(report)),
-        ["content missing Empty", "finished"]
-    );
 }

@@ -114,7 +114,7 @@ fn new_hedging_preprocessor(
         cluster: Default::default(),
         limits,
         tracking_hash: crate::tracking_hash::TrackingHash::Public,
-        session_fields: None,
+        sessions: None,
         shared_cache: None,
         index_client: None,
         token_sources: [("m".into(), source)].into(),
