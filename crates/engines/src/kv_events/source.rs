@@ -45,6 +45,30 @@ pub struct SourceSpec {
     pub max_message: usize,
 }
 
+#[cfg(test)]
+impl SourceSpec {
+    pub(super) fn for_test(block_size: u32) -> Self {
+        Self {
+            engine: String::new(),
+            worker_name: String::new(),
+            rank: WorkerRank {
+                worker: warmroute_core::worker::WorkerId(1),
+                rank: warmroute_core::worker::DpRank(0),
+            },
+            source: EventSource {
+                endpoint: String::new(),
+                topic: String::new(),
+                attach: warmroute_core::worker::SocketAttach::Connect,
+                replay: None,
+            },
+            block_size: BlockSize::new(block_size).unwrap(),
+            media: MediaTokens::default(),
+            resync: SharedResync::default(),
+            max_message: 1 << 20,
+        }
+    }
+}
+
 impl SourceSpec {
     /// Returns a digest of the engine's identity and of the settings that events are decoded with.
     /// A reader with another digest would produce other blocks from the same events.

@@ -15,8 +15,7 @@ use bytes::Bytes;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 use warmroute_zmtp::{
-    MessageLimits, PublisherId, ReconnectBackoff, SocketConfig, SubEvent, SubSocket, ZmtpEndpoint,
-    ZmtpError,
+    MessageLimits, PublisherId, SocketConfig, SubEvent, SubSocket, ZmtpEndpoint, ZmtpError,
 };
 
 use super::applier::{BatchApplier, EventApplier};
@@ -29,9 +28,8 @@ use super::source_outage::{OutageReport, SourceOutage};
 use warmroute_core::freshness::SourceLink;
 use warmroute_core::worker::{EventSource, SocketAttach, WorkerRank};
 use warmroute_metrics::{Metrics, ReasonLabel};
+use warmroute_runtime::lifecycle::JitteredBackoff;
 
-/// Shortest and longest pause between connection attempts.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// Time after connecting until the subscription has taken effect. Batches published in this time
 /// may be missed; a replay after it returns them.
 const SUBSCRIPTION_DELAY: Duration = Duration::from_secs(1);
@@ -120,18 +118,18 @@ pub async fn run(
         is_connected: false,
         is_unanswered: false,
     };
-    let mut backoff = ReconnectBackoff::new(PAUSE.0, PAUSE.1);
+    let mut backoff = JitteredBackoff::default();
     let mut outage = SourceOutage::default();
     loop {
         let attempt = Instant::now();
         let Err(error) = listener.run_session().await;
         let was_connected = std::mem::take(&mut listener.is_connected);
         listener.publisher.publish(SourceState::Connecting);
-        if attempt.elapsed() > PAUSE.1 {
-            backoff.reset();
+        if attempt.elapsed() > JitteredBackoff::MAX {
+            backoff = JitteredBackoff::default();
         }
         listener.log_outage(outage.record(was_connected, &error), &error);
-        sleep(backoff.next_pause(rand::random())).await;
+        sleep(backoff.next_delay(rand::random())).await;
     }
 }
 
@@ -480,36 +478,18 @@ mod tests {
     use zeromq::{RouterSocket, Socket as _, SocketRecv as _, SocketSend as _};
 
     use super::*;
-    use crate::kv_events::{MediaTokens, SharedResync};
     use warmroute_core::freshness::{IndexFreshness, StaleReason};
     use warmroute_core::index::{ApplyOutcome, ReconcileReport};
-    use warmroute_core::worker::{BlockSize, DpRank, WorkerId};
 
     fn listener(replay: &str) -> SourceListener {
-        let source = EventSource {
-            endpoint: String::new(),
-            topic: "topic".to_owned(),
-            attach: SocketAttach::Connect,
-            replay: Some(replay.to_owned()),
-        };
-        let rank = WorkerRank {
-            worker: WorkerId(1),
-            rank: DpRank(0),
-        };
-        let block_size = BlockSize::new(2).unwrap();
-        let media = MediaTokens::default();
-        let resync = SharedResync::default();
-        let engine = String::new();
-        let max_message = MessageLimits::default().max_bytes;
         let spec = SourceSpec {
-            rank,
-            worker_name: String::new(),
-            source,
-            engine,
-            block_size,
-            media,
-            resync,
-            max_message,
+            source: EventSource {
+                endpoint: String::new(),
+                topic: "topic".to_owned(),
+                attach: SocketAttach::Connect,
+                replay: Some(replay.to_owned()),
+            },
+            ..SourceSpec::for_test(2)
         };
         let has_lost = Arc::new(AtomicBool::new(false));
         let lost = has_lost.clone();
@@ -531,7 +511,7 @@ mod tests {
             config: SocketConfig::default(),
             metrics,
             publisher: StatePublisher {
-                rank,
+                rank: spec.rank,
                 worker_name: String::new(),
                 monitor,
                 state,

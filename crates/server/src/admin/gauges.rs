@@ -319,7 +319,7 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
             if tier != StorageTier::Device && count == 0 {
                 continue;
             }
-            let labels = RankTierLabels::new(&label, tier);
+            let labels = RankTierLabels::new(&label, tier.as_str());
             cached.get_or_create(&labels).set(to_gauge(count));
             metrics
                 .workers

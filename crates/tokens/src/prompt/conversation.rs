@@ -13,7 +13,8 @@ use super::error::EncodeError;
 use super::media_renderer::MediaRenderer;
 use super::python::{self, PythonDict};
 use crate::openai::{
-    ChatMessage, ContentPart, JsonValue, MediaModality, MessageContent, MessageText, PartMeaning,
+    BILLING_HEADER_PREFIX, ChatMessage, ContentPart, JsonValue, MediaModality, MessageContent,
+    MessageText, PartMeaning,
 };
 pub(super) use tools::template_tools;
 use tools::tool_call;
@@ -173,10 +174,6 @@ impl<'m> TemplatePart<'m> {
         dict.into_value()
     }
 }
-
-/// Prefix of a line that Claude Code changes with every request. vLLM removes the line from system
-/// messages, because it would prevent prefix cache hits.
-const BILLING_HEADER_PREFIX: &str = "x-anthropic-billing-header";
 
 /// Treatment of the tool calls of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

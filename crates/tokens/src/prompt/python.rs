@@ -128,7 +128,7 @@ impl Object for UncommonFloat {
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&float_text(self.0, &REPR_NAMES))
+        f.write_str(&float_text(self.0, REPR_NAMES))
     }
 }
 
@@ -242,11 +242,11 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
         return out.push_str(POISON);
     }
     if let Some(UncommonFloat(number)) = value.downcast_object_ref() {
-        return out.push_str(&float_text(*number, &REPR_NAMES));
+        return out.push_str(&float_text(*number, REPR_NAMES));
     }
     match value.kind() {
         ValueKind::None | ValueKind::Bool => out.push_str(&value.to_string()),
-        ValueKind::Number => out.push_str(&number_text(value, &REPR_NAMES)),
+        ValueKind::Number => out.push_str(&number_text(value, REPR_NAMES)),
         ValueKind::String => write_quoted(out, value.as_str().unwrap_or_default()),
         ValueKind::Seq => write_items(out, value, depth),
         ValueKind::Map => write_pairs(out, value, depth),
@@ -277,28 +277,13 @@ fn write_pairs(out: &mut String, value: &Value, depth: usize) {
     out.push('}');
 }
 
-/// Notation of non-finite numbers.
-struct NonFiniteNames {
-    nan: &'static str,
-    infinity: &'static str,
-    negative: &'static str,
-}
+/// Notation of a number that is not finite, infinity and negative infinity in `repr`.
+const REPR_NAMES: [&str; 3] = ["nan", "inf", "-inf"];
 
-/// Notation of `repr`.
-const REPR_NAMES: NonFiniteNames = NonFiniteNames {
-    nan: "nan",
-    infinity: "inf",
-    negative: "-inf",
-};
+/// The same notation in `json.dumps`.
+const JSON_NAMES: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
 
-/// Notation of `json.dumps`.
-const JSON_NAMES: NonFiniteNames = NonFiniteNames {
-    nan: "NaN",
-    infinity: "Infinity",
-    negative: "-Infinity",
-};
-
-fn number_text(value: &Value, names: &NonFiniteNames) -> String {
+fn number_text(value: &Value, names: [&str; 3]) -> String {
     if value.is_integer() {
         return value.to_string();
     }
@@ -306,12 +291,12 @@ fn number_text(value: &Value, names: &NonFiniteNames) -> String {
         .map_or_else(|_| POISON.to_owned(), |number| float_text(number, names))
 }
 
-fn float_text(number: f64, names: &NonFiniteNames) -> String {
+fn float_text(number: f64, names: [&str; 3]) -> String {
     match number {
         _ if number.is_finite() => number::repr(number),
-        _ if number.is_nan() => names.nan.to_owned(),
-        _ if number > 0.0 => names.infinity.to_owned(),
-        _ => names.negative.to_owned(),
+        _ if number.is_nan() => names[0].to_owned(),
+        _ if number > 0.0 => names[1].to_owned(),
+        _ => names[2].to_owned(),
     }
 }
 
@@ -404,13 +389,13 @@ impl JsonLayout {
             return json_error("JSON is nested too deeply".to_owned());
         }
         if let Some(UncommonFloat(number)) = value.downcast_object_ref() {
-            out.push_str(&float_text(*number, &JSON_NAMES));
+            out.push_str(&float_text(*number, JSON_NAMES));
             return Ok(());
         }
         match value.kind() {
             ValueKind::None => out.push_str("null"),
             ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-            ValueKind::Number => out.push_str(&number_text(value, &JSON_NAMES)),
+            ValueKind::Number => out.push_str(&number_text(value, JSON_NAMES)),
             ValueKind::String => self.write_string(out, value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<_> = value.try_iter()?.map(|item| (None, item)).collect();

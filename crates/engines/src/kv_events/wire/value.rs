@@ -293,7 +293,6 @@ impl<'de> Deserialize<'de> for CacheNamespace {
         #[derive(serde::Deserialize)]
         struct NamespaceFields {
             cache_salt: String,
-            #[serde(default)]
             lora_name: Option<String>,
         }
         struct NamespaceVisitor;

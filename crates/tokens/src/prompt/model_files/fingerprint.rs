@@ -2,9 +2,7 @@
 
 use std::path::Path;
 
-use warmroute_settings::read_regular_file;
-
-use super::{Config, LoadError, MAX_MODEL_FILE, MODEL_CONFIG_NAME, find_file};
+use super::{Config, LoadError, MODEL_CONFIG_NAME, find_file, read_unchanged};
 use crate::prompt::engine::ModelTraits;
 use crate::prompt::media::config::MediaConfig;
 
@@ -28,11 +26,7 @@ impl ModelFingerprint {
             .as_bytes(),
         );
         for path in traits.media.iter().flat_map(MediaConfig::files) {
-            let bytes =
-                read_regular_file(path, MAX_MODEL_FILE).map_err(|source| LoadError::Read {
-                    path: path.to_owned(),
-                    source,
-                })?;
+            let bytes = read_unchanged(path)?;
             hasher
                 .update(&(bytes.len() as u64).to_le_bytes())
                 .update(&bytes);
@@ -45,18 +39,12 @@ impl Config {
     /// Computes the fingerprint of the current files.
     pub fn fingerprint(&self) -> Result<ModelFingerprint, LoadError> {
         let directory = self.tokenizer.parent().unwrap_or(Path::new(""));
-        let config = self
-            .tokenizer_config
-            .clone()
-            .or_else(|| find_file(directory, "tokenizer_config.json"));
+        let config = self.tokenizer_config_file(directory);
         let config_directory = config
             .as_deref()
             .and_then(Path::parent)
             .unwrap_or(directory);
-        let template = self
-            .chat_template
-            .clone()
-            .or_else(|| find_file(config_directory, "chat_template.jinja"));
+        let template = self.template_file(config_directory);
         let special_tokens = find_file(config_directory, "special_tokens_map.json");
         let model = find_file(config_directory, MODEL_CONFIG_NAME);
         let mut hasher = blake3::Hasher::new();
@@ -72,8 +60,7 @@ impl Config {
                 hasher.update(&[0]);
                 continue;
             };
-            let bytes = read_regular_file(&path, MAX_MODEL_FILE)
-                .map_err(|source| LoadError::Read { path, source })?;
+            let bytes = read_unchanged(&path)?;
             hasher
                 .update(&[1])
                 .update(&(bytes.len() as u64).to_le_bytes())
