@@ -6,7 +6,7 @@ use super::labels::{
     ListenerOutcomeLabels, ModelLabel, ModelOutcomeLabels, ModelRoleLabels, ModelTokensLabels,
     PhasePlanLabel, ReasonLabel, RequestLabels, SettingLabel,
 };
-use super::{Histograms, Metrics, start_at_zero};
+use super::{Histograms, Metrics};
 use warmroute_core::worker::{ModelName, WorkerRole};
 
 /// Label values that are defined outside this crate.
@@ -85,26 +85,49 @@ const LISTENERS: [&str; 6] = ["ext_proc", "ext_proc_unix", "api", "admin", "heal
 impl Metrics {
     /// Creates the series whose labels are known when the process starts.
     pub fn init_known_series(&self, known: &KnownLabels<'_>) {
-        let reason_label = |&reason: &&'static str| ReasonLabel { reason };
-        start_at_zero(
-            &self.requests.degradations,
-            known.reasons.iter().map(reason_label),
-        );
-        start_at_zero(
-            &self.index.shared_cache_lookup_errors,
-            SHARED_CACHE_ERRORS.iter().map(reason_label),
-        );
-        let plans = ["aggregated", "remote_prefill"].map(|plan| PhasePlanLabel { plan });
-        start_at_zero(&self.requests.phase_plans, plans);
-        let outcome = "ok";
-        let events = ["stored", "removed", "cleared"].map(|kind| EventLabels { kind, outcome });
-        start_at_zero(&self.kv_events.events, events);
-        for call in ["open", "close"] {
-            let labels = ENGINE_SESSION_CALLS.map(|outcome| EngineSessionLabels { call, outcome });
-            start_at_zero(&self.sessions.engine_calls, labels);
+        for &reason in known.reasons {
+            drop(
+                self.requests
+                    .degradations
+                    .get_or_create(&ReasonLabel { reason }),
+            );
         }
-        let calls = API_METHODS.map(|method| ApiCallLabels { method, code: "OK" });
-        start_at_zero(&self.api.calls, calls);
+        for plan in ["aggregated", "remote_prefill"] {
+            drop(
+                self.requests
+                    .phase_plans
+                    .get_or_create(&PhasePlanLabel { plan }),
+            );
+        }
+        for kind in ["stored", "removed", "cleared"] {
+            drop(self.kv_events.events.get_or_create(&EventLabels {
+                kind,
+                outcome: "ok",
+            }));
+        }
+        for call in ["open", "close"] {
+            for outcome in ENGINE_SESSION_CALLS {
+                drop(
+                    self.sessions
+                        .engine_calls
+                        .get_or_create(&EngineSessionLabels { call, outcome }),
+                );
+            }
+        }
+        for reason in SHARED_CACHE_ERRORS {
+            drop(
+                self.index
+                    .shared_cache_lookup_errors
+                    .get_or_create(&ReasonLabel { reason }),
+            );
+        }
+        for method in API_METHODS {
+            drop(
+                self.api
+                    .calls
+                    .get_or_create(&ApiCallLabels { method, code: "OK" }),
+            );
+        }
         LISTENERS
             .into_iter()
             .for_each(|listener| self.start_listener_at_zero(listener));
@@ -116,34 +139,46 @@ impl Metrics {
 
     fn start_listener_at_zero(&self, listener: &'static str) {
         let label = ListenerLabel { listener };
-        start_at_zero(&self.listeners.connections, [label.clone()]);
-        start_at_zero(&self.listeners.connections_refused, [label]);
-        let with_outcome = |outcome| ListenerOutcomeLabels { listener, outcome };
-        let handshakes = ["done", "failed", "expired"].map(with_outcome);
-        start_at_zero(&self.listeners.tls_handshakes, handshakes);
-        let reloads = ["applied", "invalid"].map(with_outcome);
-        start_at_zero(&self.listeners.tls_reloads, reloads);
+        drop(self.listeners.connections.get_or_create(&label));
+        drop(self.listeners.connections_refused.get_or_create(&label));
+        for outcome in ["done", "failed", "expired"] {
+            drop(
+                self.listeners
+                    .tls_handshakes
+                    .get_or_create(&ListenerOutcomeLabels { listener, outcome }),
+            );
+        }
+        for outcome in ["applied", "invalid"] {
+            drop(
+                self.listeners
+                    .tls_reloads
+                    .get_or_create(&ListenerOutcomeLabels { listener, outcome }),
+            );
+        }
     }
 
     fn start_model_at_zero(&self, model: &ModelName, causes: &[&'static str]) {
         let label = ModelLabel::from(model);
         self.start_model_families_at_zero(&label);
         self.start_model_outcomes_at_zero(model);
-        let kinds = AUDIT_TOKENS.map(|kind| ModelTokensLabels {
-            model: label.model.clone(),
-            kind,
-        });
-        start_at_zero(&self.audit.tokens, kinds);
-        let causes = causes
-            .iter()
-            .map(|cause| CauseLabels::new(model.as_str(), cause));
-        start_at_zero(&self.audit.missed_tokens, causes.clone());
-        start_at_zero(&self.audit.mispredictions, causes);
-        let modes = ["passthrough", "query", "rejected"];
-        start_at_zero(
-            &self.requests.requests,
-            request_labels(model, "none", modes),
-        );
+        for kind in AUDIT_TOKENS {
+            drop(self.audit.tokens.get_or_create(&ModelTokensLabels {
+                model: label.model.clone(),
+                kind,
+            }));
+        }
+        for cause in causes {
+            let labels = CauseLabels::new(model.as_str(), cause);
+            drop(self.audit.missed_tokens.get_or_create(&labels));
+            drop(self.audit.mispredictions.get_or_create(&labels));
+        }
+        for mode in ["passthrough", "query", "rejected"] {
+            drop(self.requests.requests.get_or_create(&RequestLabels {
+                model: label.model.clone(),
+                mode,
+                role: "none",
+            }));
+        }
         self.start_role_at_zero(model, WorkerRole::Aggregated);
     }
 
@@ -152,9 +187,9 @@ impl Metrics {
             &self.parity.mismatches,
             &self.index.shared_cache_additional_blocks,
         ];
-        for family in counters {
-            drop(family.get_or_create(label));
-        }
+        counters
+            .into_iter()
+            .for_each(|family| drop(family.get_or_create(label)));
         let histograms = [
             &self.index.shared_cache_hit_ratio,
             &self.prefill.to_first_token_seconds,
@@ -162,9 +197,9 @@ impl Metrics {
             &self.audit.over_predicted_blocks,
             &self.audit.under_predicted_blocks,
         ];
-        for family in histograms {
-            drop(family.get_or_create(label));
-        }
+        histograms
+            .into_iter()
+            .for_each(|family| drop(family.get_or_create(label)));
         drop(self.parity.tokens_disabled.get_or_create(label));
     }
 
@@ -190,14 +225,18 @@ impl Metrics {
                 &["confirmed", "unconfirmed", "unknown"],
             ),
         ];
-        let with_outcome = |outcome: &&'static str| ModelOutcomeLabels::new(model, outcome);
         for (family, values) in outcomes {
-            start_at_zero(family, values.iter().map(with_outcome));
+            values.iter().for_each(|value| {
+                drop(family.get_or_create(&ModelOutcomeLabels::new(model, value)))
+            });
         }
-        start_at_zero(
-            &self.parity.workers,
-            PARITY_WORKERS.iter().map(with_outcome),
-        );
+        for outcome in PARITY_WORKERS {
+            drop(
+                self.parity
+                    .workers
+                    .get_or_create(&ModelOutcomeLabels::new(model, outcome)),
+            );
+        }
     }
 
     /// Creates the series of one role of a model. Called when the roles of the model's workers are
@@ -210,53 +249,45 @@ impl Metrics {
             &self.requests.reported_cached_tokens,
             &self.requests.non_max_overlap_choices,
         ];
-        for family in counters {
-            drop(family.get_or_create(&labels));
-        }
+        counters
+            .into_iter()
+            .for_each(|family| drop(family.get_or_create(&labels)));
         let prompts = [
             &self.requests.prefix_hit_ratio,
             &self.requests.prompt_tokens,
         ];
-        for family in prompts {
-            drop(family.get_or_create(&labels));
-        }
+        prompts
+            .into_iter()
+            .for_each(|family| drop(family.get_or_create(&labels)));
         if role == WorkerRole::Prefill {
             return;
         }
-        let modes = ["exact", "partial", "approximate", "load_only"];
-        start_at_zero(
-            &self.requests.requests,
-            request_labels(model, role.as_str(), modes),
-        );
+        for mode in ["exact", "partial", "approximate", "load_only"] {
+            let labels = RequestLabels {
+                model: model.as_str().into(),
+                mode,
+                role: role.as_str(),
+            };
+            drop(self.requests.requests.get_or_create(&labels));
+        }
         let responses: [&Histograms<ModelRoleLabels>; 4] = [
             &self.requests.output_tokens,
             &self.requests.time_to_first_token_seconds,
             &self.requests.inter_token_latency_seconds,
             &self.requests.request_duration_seconds,
         ];
-        for family in responses {
-            drop(family.get_or_create(&labels));
-        }
+        responses
+            .into_iter()
+            .for_each(|family| drop(family.get_or_create(&labels)));
     }
 
     /// Creates the series of a setting for engines that report another value than the configured
     /// one.
     pub fn start_setting_at_zero(&self, setting: &'static str) {
-        start_at_zero(
-            &self.workers.engine_setting_mismatches,
-            [SettingLabel { setting }],
+        drop(
+            self.workers
+                .engine_setting_mismatches
+                .get_or_create(&SettingLabel { setting }),
         );
     }
-}
-
-fn request_labels<const N: usize>(
-    model: &ModelName,
-    role: &'static str,
-    modes: [&'static str; N],
-) -> [RequestLabels; N] {
-    modes.map(|mode| RequestLabels {
-        model: model.as_str().into(),
-        mode,
-        role,
-    })
 }

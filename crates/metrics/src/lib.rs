@@ -23,7 +23,7 @@ use std::sync::atomic::AtomicU64;
 
 use prometheus_client::encoding::text;
 use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::{Family, MetricConstructor};
+use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
@@ -215,46 +215,37 @@ fn histograms<L: Clone + std::hash::Hash + Eq>(make: fn() -> Histogram) -> Histo
     Family::new_with_constructor(make)
 }
 
-/// Creates a series at zero for each of these labels.
-fn start_at_zero<L, M, C>(family: &Family<L, M, C>, labels: impl IntoIterator<Item = L>)
-where
-    L: Clone + std::hash::Hash + Eq,
-    C: MetricConstructor<M>,
-{
-    for label in labels {
-        drop(family.get_or_create(&label));
-    }
-}
-
 /// Creates a family of counters with one series at zero for each outcome.
 fn outcomes(values: &[&'static str]) -> Family<OutcomeLabel, Counter> {
     let family = Family::default();
-    start_at_zero(
-        &family,
-        values.iter().map(|&outcome| OutcomeLabel { outcome }),
-    );
+    values
+        .iter()
+        .for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
     family
 }
 
 /// Creates a family of counters with one series at zero for each reason.
 fn reasons(values: &[&'static str]) -> Family<ReasonLabel, Counter> {
     let family = Family::default();
-    start_at_zero(&family, values.iter().map(|&reason| ReasonLabel { reason }));
+    values
+        .iter()
+        .for_each(|&reason| drop(family.get_or_create(&ReasonLabel { reason })));
     family
 }
 
 fn outcome_histograms(values: &[&'static str]) -> Histograms<OutcomeLabel> {
     let family = histograms(seconds);
-    start_at_zero(
-        &family,
-        values.iter().map(|&outcome| OutcomeLabel { outcome }),
-    );
+    values
+        .iter()
+        .for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
     family
 }
 
 fn stages(values: &[&'static str]) -> Histograms<StageLabel> {
     let family = histograms(stage_seconds);
-    start_at_zero(&family, values.iter().map(|&stage| StageLabel { stage }));
+    values
+        .iter()
+        .for_each(|&stage| drop(family.get_or_create(&StageLabel { stage })));
     family
 }
 
