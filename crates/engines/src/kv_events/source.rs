@@ -99,26 +99,3 @@ impl SharedResync {
         self.0.load(Ordering::Relaxed)
     }
 }
-
-/// Connection state of an event source.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SourceState {
-    /// Not connected to the engine.
-    #[default]
-    Connecting,
-    /// Connected, and replaying missed batches.
-    Replaying,
-    /// Connected, and caught up as far as possible.
-    Live,
-}
-
-impl SourceState {
-    /// Returns the name in logs.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            SourceState::Connecting => "connecting",
-            SourceState::Replaying => "replaying",
-            SourceState::Live => "live",
-        }
-    }
-}

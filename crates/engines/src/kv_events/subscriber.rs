@@ -22,7 +22,7 @@ use super::applier::{BatchApplier, EventApplier};
 use super::replay::{self, BURST};
 use super::replay_client::{FIRST_PAUSE as UNANSWERED, ReplayClient};
 use super::sequencer::ReplayError;
-use super::source::{RankSink, SourceSpec, SourceState};
+use super::source::{RankSink, SourceSpec};
 use super::source_monitor::SourceMonitor;
 use super::source_outage::{OutageReport, SourceOutage};
 use warmroute_core::freshness::SourceLink;
@@ -91,7 +91,7 @@ pub async fn run(
     spec: SourceSpec,
     sink: RankSink,
     metrics: Arc<Metrics>,
-    state: watch::Sender<SourceState>,
+    state: watch::Sender<SourceLink>,
     monitor: SourceMonitor,
 ) -> Infallible {
     let publisher = StatePublisher {
@@ -100,7 +100,7 @@ pub async fn run(
         monitor: monitor.clone(),
         state,
     };
-    publisher.publish(SourceState::Connecting);
+    publisher.publish(SourceLink::Connecting);
     let config = socket_config(spec.max_message);
     let mut listener = SourceListener {
         applier: EventApplier::new(&spec, sink, metrics.clone(), monitor),
@@ -124,7 +124,7 @@ pub async fn run(
         let attempt = Instant::now();
         let Err(error) = listener.run_session().await;
         let was_connected = std::mem::take(&mut listener.is_connected);
-        listener.publisher.publish(SourceState::Connecting);
+        listener.publisher.publish(SourceLink::Connecting);
         if attempt.elapsed() > JitteredBackoff::MAX {
             backoff = JitteredBackoff::default();
         }
@@ -153,24 +153,18 @@ struct StatePublisher {
     rank: WorkerRank,
     worker_name: String,
     monitor: SourceMonitor,
-    state: watch::Sender<SourceState>,
+    state: watch::Sender<SourceLink>,
 }
 
 impl StatePublisher {
-    fn publish(&self, state: SourceState) {
-        self.monitor.update(|source| {
-            source.set_link(match state {
-                SourceState::Connecting => SourceLink::Connecting,
-                SourceState::Replaying => SourceLink::Replaying,
-                SourceState::Live => SourceLink::Attached,
-            });
-        });
+    fn publish(&self, state: SourceLink) {
+        self.monitor.update(|source| source.set_link(state));
         let changed = self
             .state
             .send_if_modified(|known| std::mem::replace(known, state) != state);
         if changed {
             // The task of the source logs the resulting freshness.
-            tracing::debug!(rank = %self.rank, name = self.worker_name, state = state.as_str(), "KV event source state changed");
+            tracing::debug!(rank = %self.rank, name = self.worker_name, ?state, "KV event source state changed");
         }
     }
 }
@@ -293,7 +287,7 @@ impl SourceListener {
                 if publishers.is_empty() {
                     self.check = None;
                     self.is_connected = false;
-                    self.publisher.publish(SourceState::Connecting);
+                    self.publisher.publish(SourceLink::Connecting);
                     self.log_outage(OutageReport::Lost, &error.into());
                 }
             }
@@ -352,7 +346,7 @@ impl SourceListener {
             }
             missed => self.record_missed(missed.and_then(Result::err)),
         }
-        self.publisher.publish(SourceState::Live);
+        self.publisher.publish(SourceLink::Attached);
         self.check = self
             .replay
             .is_some()
@@ -374,14 +368,14 @@ impl SourceListener {
         self.recover_missed().await;
         if std::mem::take(&mut self.is_unanswered) {
             self.record_missed(Some(ReplayError::EndedBeforeTarget));
-            self.publisher.publish(SourceState::Live);
+            self.publisher.publish(SourceLink::Attached);
         }
     }
 
     /// Replays the batches that the engine still holds. Returns `None` without a replay endpoint.
     async fn catch_up(&mut self) -> Option<Result<(), ReplayError>> {
         let engine = self.replay.as_mut()?;
-        self.publisher.publish(SourceState::Replaying);
+        self.publisher.publish(SourceLink::Replaying);
         Some(replay::catch_up(engine, &mut self.applier).await)
     }
 
@@ -414,7 +408,7 @@ impl SourceListener {
         }
         self.applier
             .update(|batches| batches.apply_after_replay(gap, payload));
-        self.publisher.publish(SourceState::Live);
+        self.publisher.publish(SourceLink::Attached);
     }
 
     /// Queries the replay endpoint for batches that should have arrived.
@@ -504,7 +498,7 @@ mod tests {
         };
         let monitor = SourceMonitor::default();
         let metrics = Arc::new(Metrics::new());
-        let (state, _) = watch::channel(SourceState::default());
+        let (state, _) = watch::channel(SourceLink::default());
         SourceListener {
             applier: EventApplier::new(&spec, sink, metrics.clone(), monitor.clone()),
             replay: Some(ReplayClient::new(replay, SocketConfig::default())),
