@@ -13,7 +13,7 @@ use serde_json::value::RawValue;
 use super::completion::PromptList;
 use super::error::ParseError;
 use super::lax::{LaxBool, LaxInteger};
-use super::request::{ApiRequest, PromptInput, UnknownPrompt, UnknownPromptReason};
+use super::request::{ApiRequest, PromptInput, UnknownPromptReason};
 use super::untokenized::BYTES_PER_TOKEN;
 
 #[derive(Deserialize)]
@@ -84,14 +84,8 @@ pub(super) fn parse_sglang(text: &str) -> Result<ApiRequest, ParseError> {
         .any(Option::is_some);
     let prompt = match (body.text, body.input_ids) {
         _ if body.session_params.is_some() => {
-            let unknown = UnknownPrompt {
-                text_bytes: text.len(),
-                reason: UnknownPromptReason::StoredInEngine,
-            };
-            return Ok(ApiRequest::with_prompt(
-                model,
-                PromptInput::Unknown(unknown),
-            ));
+            let unknown = PromptInput::unknown(text.len(), UnknownPromptReason::StoredInEngine);
+            return Ok(ApiRequest::with_prompt(model, unknown));
         }
         (prompt, _) if media || body.extra_key.is_some() => {
             let texts = prompt.map_or(0, |PromptList(prompt)| prompt.text_bytes());
@@ -129,10 +123,8 @@ pub(super) fn parse_vllm(text: &str) -> Result<ApiRequest, ParseError> {
     let prompt = if text_only {
         PromptInput::Tokens(vec![tokens.into_iter().map(LaxInteger::get).collect()])
     } else {
-        PromptInput::Unknown(UnknownPrompt {
-            text_bytes: tokens.len() * BYTES_PER_TOKEN,
-            reason: UnknownPromptReason::BuiltByEngine,
-        })
+        let text_bytes = tokens.len() * BYTES_PER_TOKEN;
+        PromptInput::unknown(text_bytes, UnknownPromptReason::BuiltByEngine)
     };
     let sampling = sampling_params(body.sampling_params);
     Ok(ApiRequest {

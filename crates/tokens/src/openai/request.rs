@@ -61,15 +61,16 @@ impl ApiRequest {
     pub(super) fn untokenized(model: Option<String>, text_bytes: usize) -> Self {
         Self::with_prompt(
             model,
-            PromptInput::Unknown(UnknownPrompt {
-                text_bytes,
-                reason: UnknownPromptReason::BuiltByEngine,
-            }),
+            PromptInput::unknown(text_bytes, UnknownPromptReason::BuiltByEngine),
         )
     }
 }
 
 impl PromptInput {
+    pub(super) fn unknown(text_bytes: usize, reason: UnknownPromptReason) -> Self {
+        Self::Unknown(UnknownPrompt { text_bytes, reason })
+    }
+
     /// Returns the number of bytes of text in the prompt.
     pub(super) fn text_bytes(&self) -> usize {
         match self {

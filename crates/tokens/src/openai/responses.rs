@@ -19,9 +19,7 @@ use super::error::ParseError;
 use super::fold::{FoldSequence, folded};
 use super::json::{self, JsonObject, JsonValue};
 use super::lax::{LaxBool, LaxInteger};
-use super::request::{
-    ApiRequest, PromptInput, TokenizationOptions, UnknownPrompt, UnknownPromptReason,
-};
+use super::request::{ApiRequest, PromptInput, TokenizationOptions, UnknownPromptReason};
 
 #[derive(Deserialize)]
 struct ResponsesBody<'a> {
@@ -92,10 +90,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
         ..ApiRequest::untokenized(body.model, text_bytes)
     };
     if remembered || input.is_stored_in_engine {
-        let prompt = PromptInput::Unknown(UnknownPrompt {
-            text_bytes,
-            reason: UnknownPromptReason::StoredInEngine,
-        });
+        let prompt = PromptInput::unknown(text_bytes, UnknownPromptReason::StoredInEngine);
         return Ok(ApiRequest { prompt, ..request });
     }
     let (false, None | Some(Some(_))) = (input.is_unsupported, &shown) else {

@@ -39,18 +39,6 @@ pub struct Config {
     pub chat_template: Option<PathBuf>,
 }
 
-impl Config {
-    fn tokenizer_config_file(&self, directory: &Path) -> Option<PathBuf> {
-        let named = self.tokenizer_config.clone();
-        named.or_else(|| find_file(directory, "tokenizer_config.json"))
-    }
-
-    fn template_file(&self, directory: &Path) -> Option<PathBuf> {
-        let named = self.chat_template.clone();
-        named.or_else(|| find_file(directory, "chat_template.jinja"))
-    }
-}
-
 /// A model's files cannot be used.
 #[derive(Debug, Error)]
 pub enum LoadError {
@@ -168,7 +156,10 @@ fn read_tokenizer_config(
     config: &Config,
     directory: &Path,
 ) -> Result<(PathBuf, Map<String, Value>), LoadError> {
-    let path = config.tokenizer_config_file(directory);
+    let path = config
+        .tokenizer_config
+        .clone()
+        .or_else(|| find_file(directory, "tokenizer_config.json"));
     let content = path.as_deref().map(read_json).transpose()?;
     let path = path.unwrap_or_else(|| config.tokenizer.clone());
     Ok((path, content.unwrap_or_default()))
@@ -412,7 +403,11 @@ fn read_templates(
     config_path: &Path,
     directory: &Path,
 ) -> Result<Option<TemplateSources>, LoadError> {
-    if let Some(path) = config.template_file(directory) {
+    let file = config
+        .chat_template
+        .clone()
+        .or_else(|| find_file(directory, "chat_template.jinja"));
+    if let Some(path) = file {
         let source = String::from_utf8(read_file(&path)?)
             .map_err(|error| LoadError::content(&path, error))?;
         // SGLang converts the file of an operator.
@@ -453,23 +448,14 @@ fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, LoadError> {
     serde_json::from_slice(&read_file(path)?).map_err(|error| LoadError::content(path, error))
 }
 
-/// Reads a file, and decompresses it if necessary.
 fn read_file(path: &Path) -> Result<Vec<u8>, LoadError> {
-    let bytes = read_unchanged(path)?;
+    let failed = |source| LoadError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let bytes = read_regular_file(path, MAX_MODEL_FILE).map_err(failed)?;
     if !bytes.starts_with(&[0x1f, 0x8b]) {
         return Ok(bytes);
     }
-    read_limited(GzDecoder::new(bytes.as_slice()), MAX_MODEL_FILE)
-        .map_err(|source| read_error(path, source))
-}
-
-fn read_unchanged(path: &Path) -> Result<Vec<u8>, LoadError> {
-    read_regular_file(path, MAX_MODEL_FILE).map_err(|source| read_error(path, source))
-}
-
-fn read_error(path: &Path, source: std::io::Error) -> LoadError {
-    LoadError::Read {
-        path: path.to_owned(),
-        source,
-    }
+    read_limited(GzDecoder::new(bytes.as_slice()), MAX_MODEL_FILE).map_err(failed)
 }

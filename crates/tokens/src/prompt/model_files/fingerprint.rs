@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use super::{Config, LoadError, MODEL_CONFIG_NAME, find_file, read_unchanged};
+use warmroute_settings::read_regular_file;
+
+use super::{Config, LoadError, MAX_MODEL_FILE, MODEL_CONFIG_NAME, find_file};
 use crate::prompt::engine::ModelTraits;
 use crate::prompt::media::config::MediaConfig;
 
@@ -26,7 +28,11 @@ impl ModelFingerprint {
             .as_bytes(),
         );
         for path in traits.media.iter().flat_map(MediaConfig::files) {
-            let bytes = read_unchanged(path)?;
+            let bytes =
+                read_regular_file(path, MAX_MODEL_FILE).map_err(|source| LoadError::Read {
+                    path: path.to_owned(),
+                    source,
+                })?;
             hasher
                 .update(&(bytes.len() as u64).to_le_bytes())
                 .update(&bytes);
@@ -39,12 +45,18 @@ impl Config {
     /// Computes the fingerprint of the current files.
     pub fn fingerprint(&self) -> Result<ModelFingerprint, LoadError> {
         let directory = self.tokenizer.parent().unwrap_or(Path::new(""));
-        let config = self.tokenizer_config_file(directory);
+        let config = self
+            .tokenizer_config
+            .clone()
+            .or_else(|| find_file(directory, "tokenizer_config.json"));
         let config_directory = config
             .as_deref()
             .and_then(Path::parent)
             .unwrap_or(directory);
-        let template = self.template_file(config_directory);
+        let template = self
+            .chat_template
+            .clone()
+            .or_else(|| find_file(config_directory, "chat_template.jinja"));
         let special_tokens = find_file(config_directory, "special_tokens_map.json");
         let model = find_file(config_directory, MODEL_CONFIG_NAME);
         let mut hasher = blake3::Hasher::new();
@@ -60,7 +72,8 @@ impl Config {
                 hasher.update(&[0]);
                 continue;
             };
-            let bytes = read_unchanged(&path)?;
+            let bytes = read_regular_file(&path, MAX_MODEL_FILE)
+                .map_err(|source| LoadError::Read { path, source })?;
             hasher
                 .update(&[1])
                 .update(&(bytes.len() as u64).to_le_bytes())
