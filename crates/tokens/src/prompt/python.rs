@@ -10,7 +10,8 @@ use super::error::EncodeError;
 use super::number;
 use super::printable::is_printable;
 use crate::openai::JsonValue;
-use hashbrown::HashMap;
+use hashbrown::DefaultHashBuilder;
+use indexmap::IndexMap;
 use minijinja::value::{Enumerator, Kwargs, Object, ObjectExt, ObjectRepr, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
@@ -18,74 +19,41 @@ use minijinja::{Error, ErrorKind, Value};
 /// even if the mark comes from the request.
 pub(super) const POISON: &str = "\u{10ffff}?\u{10ffff}";
 
-/// Maximum number of entries that a lookup compares one by one. Larger dicts use a hash table, so
-/// that no request makes lookups slow.
-const MAX_SCANNED_ENTRIES: usize = 8;
-
 /// A Python `dict` with string keys, in insertion order.
 #[derive(Debug, Default)]
-pub(super) struct PythonDict {
-    entries: Vec<(Arc<str>, Value)>,
-    positions: HashMap<Arc<str>, usize>,
-}
+pub(super) struct PythonDict(IndexMap<Arc<str>, Value, DefaultHashBuilder>);
 
 impl PythonDict {
     /// Adds an entry; the key must be new.
     pub(super) fn push(&mut self, key: &str, value: Value) {
-        let key: Arc<str> = Arc::from(key);
-        self.entries.push((Arc::clone(&key), value));
-        if self.entries.len() == MAX_SCANNED_ENTRIES + 1 {
-            self.positions = self
-                .entries
-                .iter()
-                .enumerate()
-                .map(|(place, (key, _))| (Arc::clone(key), place))
-                .collect();
-        } else if self.entries.len() > MAX_SCANNED_ENTRIES {
-            self.positions.insert(key, self.entries.len() - 1);
-        }
+        self.0.insert(Arc::from(key), value);
     }
 
     pub(super) fn into_value(self) -> Value {
         Value::from_object(self)
     }
-
-    fn position(&self, key: &str) -> Option<usize> {
-        if self.entries.len() > MAX_SCANNED_ENTRIES {
-            return self.positions.get(key).copied();
-        }
-        self.entries.iter().position(|(known, _)| &**known == key)
-    }
 }
 
 impl<'k> FromIterator<(&'k str, Value)> for PythonDict {
     fn from_iter<I: IntoIterator<Item = (&'k str, Value)>>(entries: I) -> Self {
-        let mut dict = Self::default();
-        for (key, value) in entries {
-            dict.push(key, value);
-        }
-        dict
+        let entries = entries.into_iter();
+        Self(entries.map(|(key, value)| (key.into(), value)).collect())
     }
 }
 
 impl Object for PythonDict {
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        self.position(key.as_str()?)
-            .map(|place| self.entries[place].1.clone())
+        self.0.get(key.as_str()?).cloned()
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
         self.mapped_enumerator(|this| {
-            Box::new(
-                this.entries
-                    .iter()
-                    .map(|(key, _)| Value::from(Arc::clone(key))),
-            )
+            Box::new(this.0.keys().map(|key| Value::from(Arc::clone(key))))
         })
     }
 
     fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
-        Some(self.entries.len())
+        Some(self.0.len())
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -447,23 +415,16 @@ impl JsonLayout {
     }
 
     fn write_string(&self, out: &mut String, text: &str) {
-        out.push('"');
-        for c in text.chars() {
+        let quoted = serde_json::Value::from(text).to_string();
+        if !self.ensure_ascii {
+            return out.push_str(&quoted);
+        }
+        for c in quoted.chars() {
             match c {
-                '"' => out.push_str("\\\""),
-                '\\' => out.push_str("\\\\"),
-                '\n' => out.push_str("\\n"),
-                '\r' => out.push_str("\\r"),
-                '\t' => out.push_str("\\t"),
-                '\u{8}' => out.push_str("\\b"),
-                '\u{c}' => out.push_str("\\f"),
-                '\0'..='\u{1f}' => write_escape(out, c),
                 ' '..='~' => out.push(c),
-                c if self.ensure_ascii => write_escape(out, c),
-                c => out.push(c),
+                _ => write_escape(out, c),
             }
         }
-        out.push('"');
     }
 }
 

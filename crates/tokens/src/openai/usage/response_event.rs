@@ -2,6 +2,7 @@
 //! embeddings, the Responses API, the Messages API, and SGLang's native API.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::fmt;
 
 use serde::Deserialize;
@@ -135,40 +136,26 @@ struct NestedResponse<'a> {
     output: NonEmptyValue,
 }
 
-/// Output item of the Responses API, or content block of the Messages API. The engine has generated
-/// all of these fields; items and blocks without them only announce output.
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct OutputItem {
-    text: NonEmptyValue,
-    thinking: NonEmptyValue,
-    data: NonEmptyValue,
-    name: NonEmptyValue,
-    arguments: NonEmptyValue,
-    input: NonEmptyValue,
-    content: NonEmptyValue,
-    summary: NonEmptyValue,
-    code: NonEmptyValue,
-    action: NonEmptyValue,
-}
+/// Members of an output item of the Responses API, or of a content block of the Messages API, that
+/// the engine has generated. Items and blocks without them only announce output.
+const GENERATED_MEMBERS: [&str; 10] = [
+    "text",
+    "thinking",
+    "data",
+    "name",
+    "arguments",
+    "input",
+    "content",
+    "summary",
+    "code",
+    "action",
+];
 
-impl OutputItem {
-    fn has_content(json: Option<&RawValue>) -> bool {
-        let item = json.and_then(parse_object::<Self>).unwrap_or_default();
-        [
-            item.text,
-            item.thinking,
-            item.data,
-            item.name,
-            item.arguments,
-            item.input,
-            item.content,
-            item.summary,
-            item.code,
-            item.action,
-        ]
-        .contains(&NonEmptyValue(true))
-    }
+fn has_generated_member(item: Option<&RawValue>) -> bool {
+    let item = item.and_then(parse_object::<HashMap<String, NonEmptyValue>>);
+    let item = item.unwrap_or_default();
+    item.iter()
+        .any(|(name, value)| value.0 && GENERATED_MEMBERS.contains(&name.as_str()))
 }
 
 /// Delta of a Messages API event.
@@ -238,7 +225,7 @@ impl ResponseEvent<'_> {
             return OutputEvidence::Error;
         }
         let has_content = match kind {
-            "content_block_start" => OutputItem::has_content(self.content_block),
+            "content_block_start" => has_generated_member(self.content_block),
             "message_delta" => return OutputEvidence::Ended,
             "message_start"
             | "ping"
@@ -246,9 +233,7 @@ impl ResponseEvent<'_> {
             | "content_block_stop"
             | "message_stop"
             | "message" => false,
-            kind if kind.starts_with("response.") => {
-                self.text.0 || OutputItem::has_content(self.item)
-            }
+            kind if kind.starts_with("response.") => self.text.0 || has_generated_member(self.item),
             _ => {
                 let choices = self.choices.as_deref().unwrap_or_default();
                 if choices.iter().any(|choice| choice.finish_reason.0) {
