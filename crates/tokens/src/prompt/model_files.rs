@@ -71,10 +71,10 @@ pub enum LoadError {
 }
 
 impl LoadError {
-    pub(super) fn content(path: &Path, problem: impl ToString) -> Self {
+    pub(super) fn content(path: &Path, problem: impl Into<String>) -> Self {
         Self::Content {
             path: path.to_owned(),
-            problem: problem.to_string(),
+            problem: problem.into(),
         }
     }
 
@@ -409,7 +409,7 @@ fn read_templates(
         .or_else(|| find_file(directory, "chat_template.jinja"));
     if let Some(path) = file {
         let source = String::from_utf8(read_file(&path)?)
-            .map_err(|error| LoadError::content(&path, error))?;
+            .map_err(|error| LoadError::content(&path, error.to_string()))?;
         // SGLang converts the file of an operator.
         let is_converted = engine == EngineKind::Sglang && config.chat_template.is_some();
         let source = if is_converted {
@@ -445,7 +445,8 @@ fn find_file(directory: &Path, name: &str) -> Option<PathBuf> {
 }
 
 fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, LoadError> {
-    serde_json::from_slice(&read_file(path)?).map_err(|error| LoadError::content(path, error))
+    serde_json::from_slice(&read_file(path)?)
+        .map_err(|error| LoadError::content(path, error.to_string()))
 }
 
 fn read_file(path: &Path) -> Result<Vec<u8>, LoadError> {
