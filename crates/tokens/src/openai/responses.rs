@@ -328,7 +328,10 @@ impl ResponsesInput {
         {
             return None;
         }
-        let filled = |content: &MessageContent| !matches!(content, MessageContent::Parts(parts) if parts.is_empty());
+        let filled = |content: &MessageContent| match content {
+            MessageContent::Text(_) => true,
+            MessageContent::Parts(parts) => !parts.is_empty(),
+        };
         let reasoning = match (item.content.filter(filled), item.summary.filter(filled)) {
             (Some(MessageContent::Parts(parts)), _) => {
                 text_of_part(parts.first()?, &["reasoning_text"])?.to_owned()
