@@ -13,13 +13,13 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
-use warmroute_core::freshness::{IndexFreshness, StaleReason};
+use warmroute_core::freshness::{IndexFreshness, SourceLink, StaleReason};
 use warmroute_core::index::{KvEvent, PrefixIndex};
 use warmroute_core::worker::{
     BlockSize, DpRank, EventSource, RankSlot, SocketAttach, WorkerId, WorkerRank,
 };
 use warmroute_engines::kv_events::{
-    MediaTokens, RankSink, SharedResync, SourceMonitor, SourceSpec, SourceState, run,
+    MediaTokens, RankSink, SharedResync, SourceMonitor, SourceSpec, run,
 };
 use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_testbed::ports::FreePort;
@@ -230,7 +230,7 @@ impl EventSite {
             resync: SharedResync::default(),
             max_message: MAX_MESSAGE,
         };
-        let (sender, state) = watch::channel(SourceState::default());
+        let (sender, state) = watch::channel(SourceLink::default());
         let metrics = Arc::new(Metrics::new());
         let monitor = SourceMonitor::default();
         let subscription = run(spec, sink, metrics.clone(), sender, monitor.clone());
@@ -279,7 +279,7 @@ impl ReportedBlocks {
 struct EventSubscriber {
     held: Arc<Mutex<ReportedBlocks>>,
     metrics: Arc<Metrics>,
-    state: watch::Receiver<SourceState>,
+    state: watch::Receiver<SourceLink>,
     monitor: SourceMonitor,
     task: JoinHandle<()>,
 }
@@ -291,7 +291,7 @@ impl Drop for EventSubscriber {
 }
 
 impl EventSubscriber {
-    async fn wait_state(&self, state: SourceState) {
+    async fn wait_state(&self, state: SourceLink) {
         until(&format!("{state:?}"), || *self.state.borrow() == state).await;
     }
 
@@ -348,7 +348,7 @@ async fn warm_idle_engine_is_replayed_on_attach() {
         let _engine = EventEngine::start(&site, log(1..=40)).await;
         let subscriber = site.subscribe();
         subscriber.wait_blocks(1..=40).await;
-        subscriber.wait_state(SourceState::Live).await;
+        subscriber.wait_state(SourceLink::Attached).await;
         assert_eq!(subscriber.held.lock().losses, 0);
     }
 }
@@ -359,7 +359,7 @@ async fn warm_engine_without_replay_starts_at_next_event() {
     let site = EventSite::new(SocketAttach::Connect, false);
     let mut engine = EventEngine::start(&site, log(1..=40)).await;
     let subscriber = site.subscribe();
-    subscriber.wait_state(SourceState::Live).await;
+    subscriber.wait_state(SourceLink::Attached).await;
     subscriber.expect_blocks(&mut engine, [50, 51]).await;
     subscriber.wait_blocks([0, 50, 51]).await;
     assert_eq!(
@@ -377,10 +377,10 @@ async fn gap_is_replayed() {
         let site = EventSite::new(attach, true);
         let subscriber = site.subscribe();
         if attach == SocketAttach::Bind {
-            subscriber.wait_state(SourceState::Connecting).await;
+            subscriber.wait_state(SourceLink::Connecting).await;
         }
         let mut engine = EventEngine::start(&site, vec![]).await;
-        subscriber.wait_state(SourceState::Live).await;
+        subscriber.wait_state(SourceLink::Attached).await;
         subscriber.expect_blocks(&mut engine, [1, 2]).await;
         subscriber.wait_blocks(0..=2).await;
         engine.lose(payload(3));
@@ -407,14 +407,14 @@ async fn engine_restart_on_same_port_is_detected() {
             let subscriber = site.subscribe();
             let mut engine = EventEngine::start(&site, log(100..110)).await;
             subscriber.wait_blocks(100..110).await;
-            subscriber.wait_state(SourceState::Live).await;
+            subscriber.wait_state(SourceLink::Attached).await;
             subscriber.expect_blocks(&mut engine, [1]).await;
             subscriber.wait_blocks((100..110).chain([0, 1])).await;
             drop(engine);
-            subscriber.wait_state(SourceState::Connecting).await;
+            subscriber.wait_state(SourceLink::Connecting).await;
             let mut engine = EventEngine::start(&site, log(200..200 + ahead)).await;
             subscriber.wait_blocks(200..200 + ahead).await;
-            subscriber.wait_state(SourceState::Live).await;
+            subscriber.wait_state(SourceLink::Attached).await;
             subscriber.expect_blocks(&mut engine, [300]).await;
             subscriber
                 .wait_blocks((200..200 + ahead).chain([0, 300]))
@@ -432,13 +432,13 @@ async fn decreasing_numbers_without_replay_are_restart() {
     let site = EventSite::new(SocketAttach::Connect, false);
     let subscriber = site.subscribe();
     let mut engine = EventEngine::start(&site, vec![]).await;
-    subscriber.wait_state(SourceState::Live).await;
+    subscriber.wait_state(SourceLink::Attached).await;
     subscriber.expect_blocks(&mut engine, 1..=200).await;
     subscriber.wait_blocks(0..=200).await;
     drop(engine);
-    subscriber.wait_state(SourceState::Connecting).await;
+    subscriber.wait_state(SourceLink::Connecting).await;
     let mut engine = EventEngine::start(&site, vec![]).await;
-    subscriber.wait_state(SourceState::Live).await;
+    subscriber.wait_state(SourceLink::Attached).await;
     let deadline = Instant::now() + Duration::from_secs(10);
     while subscriber.held.lock().clears == 0 {
         assert!(Instant::now() < deadline, "no restart was noticed");
@@ -468,12 +468,12 @@ async fn unix_socket_source_survives_publisher_restart() {
         };
         let subscriber = site.subscribe();
         let mut engine = EventEngine::start(&site, log([10])).await;
-        subscriber.wait_state(SourceState::Live).await;
+        subscriber.wait_state(SourceLink::Attached).await;
         subscriber.expect_blocks(&mut engine, [1]).await;
         subscriber.wait_blocks([10, 0, 1]).await;
         drop(engine);
         let _ = std::fs::remove_file(directory.path().join("connected"));
-        subscriber.wait_state(SourceState::Connecting).await;
+        subscriber.wait_state(SourceLink::Connecting).await;
         let _engine = EventEngine::start(&site, log([20])).await;
         subscriber.wait_blocks([20]).await;
     }

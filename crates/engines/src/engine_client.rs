@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
-use reqwest::{Body, Client, Method, Response, StatusCode};
+use reqwest::{Body, Client, Response, StatusCode};
 use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
 use warmroute_settings::{MAX_SECRET_FILE, read_regular_file};
@@ -93,9 +93,9 @@ struct EngineClientInner {
 
 /// One call.
 struct EngineCall<'a> {
-    method: Method,
     engine: &'a EngineUrl,
     path: &'a str,
+    /// Body of a `POST`. Without one, the call is a `GET`.
     body: Option<Bytes>,
     /// Credentials of the client's request, used if the configuration has none.
     credentials: Option<HeaderValue>,
@@ -153,11 +153,7 @@ impl EngineClient {
             ..self.shared.config.clone()
         };
         let shared = EngineClientInner {
-            bearer: config
-                .token_file
-                .clone()
-                .map(BearerToken::new)
-                .map(Arc::new),
+            bearer: bearer(&config),
             permits: permits(&config),
             config,
             ..(*self.shared).clone()
@@ -182,11 +178,7 @@ impl EngineClient {
     fn build(config: &EnginesConfig, authorities: Option<Vec<u8>>) -> Result<Self, EngineError> {
         let shared = EngineClientInner {
             client: connections::build_pool(config, authorities.as_deref())?,
-            bearer: config
-                .token_file
-                .clone()
-                .map(BearerToken::new)
-                .map(Arc::new),
+            bearer: bearer(config),
             headers: HeaderMap::new(),
             max_response: config.max_response_size.bytes(),
             permits: permits(config),
@@ -281,12 +273,9 @@ impl EngineClient {
         deadline: Duration,
     ) -> Result<T, EngineError> {
         let call = EngineCall {
-            method: Method::POST,
-            engine,
-            path,
             body: Some(body),
-            credentials: None,
             deadline,
+            ..self.get_call(engine, path)
         };
         self.call(&call, parse_json).await
     }
@@ -300,14 +289,10 @@ impl EngineClient {
         body: Bytes,
         credentials: Option<HeaderValue>,
     ) -> Result<(), EngineError> {
-        let deadline = self.shared.deadline;
         let call = EngineCall {
-            method: Method::POST,
-            engine,
-            path,
             body: Some(body),
             credentials,
-            deadline,
+            ..self.get_call(engine, path)
         };
         self.call(&call, |_| Ok(())).await
     }
@@ -374,7 +359,6 @@ impl EngineClient {
 
     fn get_call<'a>(&self, engine: &'a EngineUrl, path: &'a str) -> EngineCall<'a> {
         EngineCall {
-            method: Method::GET,
             engine,
             path,
             body: None,
@@ -422,6 +406,11 @@ impl EngineClient {
     }
 }
 
+fn bearer(config: &EnginesConfig) -> Option<Arc<BearerToken>> {
+    let file = config.token_file.clone()?;
+    Some(Arc::new(BearerToken::new(file)))
+}
+
 fn permits(config: &EnginesConfig) -> Arc<Semaphore> {
     Arc::new(Semaphore::new(
         (config.max_concurrency as usize).min(Semaphore::MAX_PERMITS),
@@ -453,15 +442,17 @@ impl EngineClientInner {
     }
 
     async fn send_call(&self, call: &EngineCall<'_>) -> Result<Vec<u8>, EngineError> {
-        let mut request = self
-            .client
-            .request(call.method.clone(), call.engine.join(call.path))
-            .headers(self.headers.clone());
+        let url = call.engine.join(call.path);
+        let mut request = match &call.body {
+            Some(body) => self.client.post(url).body(body.clone()),
+            None => self.client.get(url),
+        };
+        request = request.headers(self.headers.clone());
         if let Some(value) = self.token().await.or_else(|| call.credentials.clone()) {
             request = request.header(AUTHORIZATION, value);
         }
-        if let Some(body) = &call.body {
-            request = request.header(CONTENT_TYPE, JSON).body(body.clone());
+        if call.body.is_some() {
+            request = request.header(CONTENT_TYPE, JSON);
         }
         let sent = Instant::now();
         let retry = request.try_clone();

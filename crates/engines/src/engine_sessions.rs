@@ -272,10 +272,7 @@ impl EngineSessions {
                 .iter()
                 .filter(|(engine_session, _)| engine_session.endpoint == endpoint);
             of_engine.for_each(|(_, opening)| _ = opening.is_done.send_replace(true));
-            self.metrics
-                .sessions
-                .engine_sessions
-                .set(state.open.len() as i64);
+            self.count_open(&state);
         }
     }
 
@@ -350,10 +347,7 @@ impl EngineSessions {
                         state.opening.remove(&engine_session);
                         state.open.remove(&engine_session);
                         queues.remove(&engine_session);
-                        self.metrics
-                            .sessions
-                            .engine_sessions
-                            .set(state.open.len() as i64);
+                        self.count_open(&state);
                     }
                 }
             }
@@ -411,10 +405,7 @@ impl EngineSessions {
         if !is_open {
             self.state.lock().open.remove(&engine_session);
         }
-        self.metrics
-            .sessions
-            .engine_sessions
-            .set(self.state.lock().open.len() as i64);
+        self.count_open(&self.state.lock());
         if call == SessionCall::Open {
             self.finish_opening(&engine_session);
         }
@@ -468,6 +459,11 @@ impl EngineSessions {
             body["timeout"] = idle.as_secs_f64().into();
         }
         body
+    }
+
+    fn count_open(&self, state: &SessionsByEngine) {
+        let gauge = &self.metrics.sessions.engine_sessions;
+        gauge.set(state.open.len() as i64);
     }
 
     fn count_call(&self, call: SessionCall, outcome: &'static str) {

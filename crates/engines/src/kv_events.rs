@@ -20,6 +20,6 @@ pub mod wire;
 
 pub use convert::{ConvertedEvent, EventNormalizer, FilterReason};
 pub use media::MediaTokens;
-pub use source::{RankSink, SharedResync, SourceSpec, SourceState};
+pub use source::{RankSink, SharedResync, SourceSpec};
 pub use source_monitor::SourceMonitor;
 pub use subscriber::run;

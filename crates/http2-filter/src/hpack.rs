@@ -31,9 +31,8 @@ pub(crate) struct HpackError;
 /// Entry of the dynamic table.
 #[derive(Clone, Copy, Debug)]
 struct HpackEntry {
-    name_length: u32,
-    value_length: u32,
-    is_authority: bool,
+    name: FieldName,
+    value_length: usize,
 }
 
 /// Dynamic table of a connection, reduced to the sizes of its entries.
@@ -45,7 +44,7 @@ pub(crate) struct DynamicTable {
 }
 
 /// Properties of a header field name.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct FieldName {
     length: usize,
     is_authority: bool,
@@ -61,7 +60,7 @@ struct HpackString<'a> {
 
 impl HpackEntry {
     fn size(&self) -> usize {
-        self.name_length as usize + self.value_length as usize + ENTRY_OVERHEAD
+        self.name.length + self.value_length + ENTRY_OVERHEAD
     }
 }
 
@@ -85,7 +84,7 @@ impl DynamicTable {
         };
         while let Some(&first) = block.get(reader.at) {
             if first & 0x80 != 0 {
-                self.check_index(reader.integer(7)?)?;
+                self.name_at(reader.integer(7)?)?;
             } else if first & 0x40 != 0 {
                 let entry = self.literal(&mut reader, 6, &mut edited)?;
                 self.insert(entry);
@@ -98,10 +97,6 @@ impl DynamicTable {
         Ok(edited.finish())
     }
 
-    fn check_index(&self, index: usize) -> Result<(), HpackError> {
-        self.name_at(index).map(drop)
-    }
-
     /// Returns the name of an entry of the static or the dynamic table.
     fn name_at(&self, index: usize) -> Result<FieldName, HpackError> {
         let at = index.checked_sub(1).ok_or(HpackError)?;
@@ -111,14 +106,8 @@ impl DynamicTable {
                 is_authority: index == STATIC_AUTHORITY,
             });
         }
-        let entry = self
-            .entries
-            .get(at - STATIC_NAMES.len())
-            .ok_or(HpackError)?;
-        Ok(FieldName {
-            length: entry.name_length as usize,
-            is_authority: entry.is_authority,
-        })
+        let entry = self.entries.get(at - STATIC_NAMES.len());
+        entry.map(|entry| entry.name).ok_or(HpackError)
     }
 
     fn literal<'a>(
@@ -145,14 +134,7 @@ impl DynamicTable {
         {
             edited.replace(&value, reader.at, &replaced);
         }
-        let length = |octets: usize| u32::try_from(octets).map_err(|_| HpackError);
-        let name_length = length(name.length)?;
-        let value_length = length(value_length)?;
-        Ok(HpackEntry {
-            name_length,
-            value_length,
-            is_authority: name.is_authority,
-        })
+        Ok(HpackEntry { name, value_length })
     }
 
     fn insert(&mut self, entry: HpackEntry) {

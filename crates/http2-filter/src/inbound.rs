@@ -186,10 +186,7 @@ impl InboundReader {
             } else {
                 ReadPosition::Payload(header.length)
             };
-            return Some(FrameStep {
-                read: HEADER_LEN,
-                passed: HEADER_LEN,
-            });
+            return Some(FrameStep::HEADER);
         }
         let length = match self.extent(octets) {
             HeaderBlockExtent::Complete(length) => length,
@@ -197,35 +194,22 @@ impl InboundReader {
             HeaderBlockExtent::Oversized => {
                 // The frame still passes, because `h2` may refuse it with an error of its own.
                 self.position = oversized_after(header.length);
-                return Some(FrameStep {
-                    read: HEADER_LEN,
-                    passed: HEADER_LEN,
-                });
+                return Some(FrameStep::HEADER);
             }
             HeaderBlockExtent::Unreadable => {
                 self.position = ReadPosition::Unread;
-                return Some(FrameStep {
-                    read: HEADER_LEN,
-                    passed: HEADER_LEN,
-                });
+                return Some(FrameStep::HEADER);
             }
         };
         streams.on_frame();
         streams.open(header.stream);
-        let block = HeaderBlock::split(&octets[..length]);
-        let edited = match &block {
-            Ok(None) => Ok(None),
-            Ok(Some(block)) => self.table.apply(&block.fragments()).map_err(|_| BlockError),
-            Err(BlockError) => Err(BlockError),
-        };
-        let passed = match (&block, edited) {
-            (Ok(Some(block)), Ok(Some(edited))) => {
-                let frames = block.with_fragments(&edited);
+        let passed = match self.edit_block(&octets[..length]) {
+            Ok(Some(frames)) => {
                 octets[..frames.len()].copy_from_slice(&frames);
                 frames.len()
             }
-            (Ok(_), Ok(_)) => length,
-            (_, Err(BlockError)) | (Err(BlockError), _) => {
+            Ok(None) => length,
+            Err(BlockError) => {
                 self.position = ReadPosition::Unread;
                 length
             }
@@ -234,6 +218,18 @@ impl InboundReader {
             read: length,
             passed,
         })
+    }
+
+    /// Returns the edited frames of a header block, or `None` if they pass unchanged.
+    fn edit_block(&mut self, octets: &[u8]) -> Result<Option<Vec<u8>>, BlockError> {
+        let Some(block) = HeaderBlock::split(octets)? else {
+            return Ok(None);
+        };
+        let edited = self
+            .table
+            .apply(&block.fragments())
+            .map_err(|_| BlockError)?;
+        Ok(edited.map(|edited| block.with_fragments(&edited)))
     }
 
     /// Returns the state of the header block at the start of `octets`.
@@ -278,6 +274,14 @@ fn oversized_after(rest: usize) -> ReadPosition {
 struct FrameStep {
     read: usize,
     passed: usize,
+}
+
+impl FrameStep {
+    /// The header of a frame passes unchanged.
+    const HEADER: Self = Self {
+        read: HEADER_LEN,
+        passed: HEADER_LEN,
+    };
 }
 
 /// Header block that `h2` rejects.

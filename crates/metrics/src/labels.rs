@@ -2,7 +2,6 @@
 
 use prometheus_client::encoding::EncodeLabelSet;
 
-use warmroute_core::block::StorageTier;
 use warmroute_core::worker::{ModelName, Worker, WorkerRank, WorkerRole};
 
 use crate::label_text::LabelText;
@@ -205,16 +204,27 @@ pub struct RankTierLabels {
     pub tier: &'static str,
 }
 
-impl RankTierLabels {
-    /// Creates the labels of one tier of a worker rank.
-    pub fn new(rank: &RankLabels, tier: StorageTier) -> Self {
-        Self {
-            worker_id: rank.worker_id,
-            dp_rank: rank.dp_rank,
-            role: rank.role,
-            tier: tier.as_str(),
-        }
-    }
+macro_rules! rank_labels {
+    ($($labels:ident { $field:ident })+) => {
+        $(impl $labels {
+            /// Adds a label to those of a worker rank.
+            pub fn new(rank: &RankLabels, $field: &'static str) -> Self {
+                Self {
+                    worker_id: rank.worker_id,
+                    dp_rank: rank.dp_rank,
+                    role: rank.role,
+                    $field,
+                }
+            }
+        })+
+    };
+}
+
+rank_labels! {
+    RankTierLabels { tier }
+    RankFreshnessLabels { freshness }
+    RankPhaseLabels { phase }
+    RankFailureLabels { kind }
 }
 
 /// Worker rank and freshness of its event source.
@@ -230,18 +240,6 @@ pub struct RankFreshnessLabels {
     pub freshness: &'static str,
 }
 
-impl RankFreshnessLabels {
-    /// Creates the labels of one state of the source of a worker rank.
-    pub fn new(rank: &RankLabels, freshness: &'static str) -> Self {
-        Self {
-            worker_id: rank.worker_id,
-            dp_rank: rank.dp_rank,
-            role: rank.role,
-            freshness,
-        }
-    }
-}
-
 /// Worker rank and phase of its requests.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct RankPhaseLabels {
@@ -253,18 +251,6 @@ pub struct RankPhaseLabels {
     pub role: &'static str,
     /// `prefill`, `decode`.
     pub phase: &'static str,
-}
-
-impl RankPhaseLabels {
-    /// Creates the labels of one phase of a worker rank.
-    pub fn new(rank: &RankLabels, phase: &'static str) -> Self {
-        Self {
-            worker_id: rank.worker_id,
-            dp_rank: rank.dp_rank,
-            role: rank.role,
-            phase,
-        }
-    }
 }
 
 /// Worker rank and kind of its failed requests.
@@ -279,18 +265,6 @@ pub struct RankFailureLabels {
     /// `unreachable`, `server_error`, `rejected`, `empty`, `no_output`, `no_response`,
     /// `no_content`, `overloaded`, `cancelled`.
     pub kind: &'static str,
-}
-
-impl RankFailureLabels {
-    /// Creates the labels of one kind of failure of a worker rank.
-    pub fn new(rank: &RankLabels, kind: &'static str) -> Self {
-        Self {
-            worker_id: rank.worker_id,
-            dp_rank: rank.dp_rank,
-            role: rank.role,
-            kind,
-        }
-    }
 }
 
 /// Model, class and source of responses.

@@ -4,13 +4,12 @@
 
 use std::collections::HashSet;
 
-use serde::de::value::StrDeserializer;
-use serde::de::{
-    self, DeserializeOwned, DeserializeSeed, Deserializer, IntoDeserializer, Unexpected, Visitor,
-};
+use serde::de::value::{MapDeserializer, SeqDeserializer};
+use serde::de::{self, DeserializeOwned, Deserializer, IntoDeserializer, Unexpected, Visitor};
 use serde::forward_to_deserialize_any;
 
 use super::settings_error::{SettingsError, SettingsErrorKind, describe_address};
+use super::tree::YamlKey;
 use super::variables::{UnresolvedText, is_ignored_key};
 use super::{SourcePosition, YamlNode, YamlValue};
 
@@ -193,6 +192,29 @@ impl<'a> ValueReader<'a> {
         }
     }
 
+    /// Returns the elements of this list that were not removed.
+    fn elements(&self, items: &'a [YamlNode]) -> impl Iterator<Item = Self> {
+        let items = items.iter().enumerate();
+        items
+            .filter(|(position, _)| !self.is_removed(*position))
+            .map(|(position, tree)| {
+                self.inner(position, tree, format!("{}[{position}]", self.name))
+            })
+    }
+
+    /// Returns the keys and values of this map that were not removed.
+    fn entries(&self, entries: &'a [(YamlKey, YamlNode)]) -> impl Iterator<Item = (&'a str, Self)> {
+        let entries = entries.iter().enumerate();
+        entries
+            .filter(|(position, (key, _))| {
+                !self.is_removed(*position) && !self.is_ignored(&key.name)
+            })
+            .map(|(position, (key, tree))| {
+                let value = self.inner(position, tree, key.name.clone());
+                (key.name.as_str(), value)
+            })
+    }
+
     fn is_ignored(&self, key: &str) -> bool {
         self.path.is_empty() && is_ignored_key(key)
     }
@@ -260,17 +282,10 @@ impl<'a> ValueReader<'a> {
                 let written = written.filter(|_| self.is_read_as_written());
                 visitor.visit_str(written.unwrap_or(value))
             }
-            YamlValue::List(items) => visitor.visit_seq(ListReader {
-                parent: self,
-                items,
-                next: 0,
-            }),
-            YamlValue::Map(entries) => visitor.visit_map(MapReader {
-                parent: self,
-                entries,
-                next: 0,
-                value: None,
-            }),
+            YamlValue::List(items) => visitor.visit_seq(SeqDeserializer::new(self.elements(items))),
+            YamlValue::Map(entries) => {
+                visitor.visit_map(MapDeserializer::new(self.entries(entries)))
+            }
         }
     }
 
@@ -353,12 +368,7 @@ impl<'de> Deserializer<'de> for ValueReader<'_> {
         self.check_keys(fields)?;
         let result = match &self.tree.value {
             // A section without keys has the default values.
-            YamlValue::Null => visitor.visit_map(MapReader {
-                parent: &self,
-                entries: &[],
-                next: 0,
-                value: None,
-            }),
+            YamlValue::Null => visitor.visit_map(MapDeserializer::new(self.entries(&[]))),
             YamlValue::Map(_) => self.visit_any(visitor),
             _ => Err(de::Error::invalid_type(self.unexpected(), &visitor)),
         };
@@ -402,65 +412,10 @@ impl<'de> Deserializer<'de> for ValueReader<'_> {
     }
 }
 
-struct ListReader<'r, 'a> {
-    parent: &'r ValueReader<'a>,
-    items: &'a [YamlNode],
-    next: usize,
-}
+impl<'de> IntoDeserializer<'de, SettingsError> for ValueReader<'_> {
+    type Deserializer = Self;
 
-impl<'de> de::SeqAccess<'de> for ListReader<'_, '_> {
-    type Error = SettingsError;
-
-    fn next_element_seed<S: DeserializeSeed<'de>>(
-        &mut self,
-        seed: S,
-    ) -> Result<Option<S::Value>, SettingsError> {
-        while let Some(tree) = self.items.get(self.next) {
-            let position = self.next;
-            self.next += 1;
-            if !self.parent.is_removed(position) {
-                let name = format!("{}[{position}]", self.parent.name);
-                return seed
-                    .deserialize(self.parent.inner(position, tree, name))
-                    .map(Some);
-            }
-        }
-        Ok(None)
-    }
-}
-
-struct MapReader<'r, 'a> {
-    parent: &'r ValueReader<'a>,
-    entries: &'a [(super::tree::YamlKey, YamlNode)],
-    next: usize,
-    value: Option<ValueReader<'a>>,
-}
-
-impl<'de> de::MapAccess<'de> for MapReader<'_, '_> {
-    type Error = SettingsError;
-
-    fn next_key_seed<S: DeserializeSeed<'de>>(
-        &mut self,
-        seed: S,
-    ) -> Result<Option<S::Value>, SettingsError> {
-        while let Some((key, tree)) = self.entries.get(self.next) {
-            let position = self.next;
-            self.next += 1;
-            if !self.parent.is_removed(position) && !self.parent.is_ignored(&key.name) {
-                self.value = Some(self.parent.inner(position, tree, key.name.clone()));
-                return seed.deserialize(StrDeserializer::new(&key.name)).map(Some);
-            }
-        }
-        Ok(None)
-    }
-
-    fn next_value_seed<S: DeserializeSeed<'de>>(
-        &mut self,
-        seed: S,
-    ) -> Result<S::Value, SettingsError> {
-        match self.value.take() {
-            Some(value) => seed.deserialize(value),
-            None => Err(de::Error::custom("a value was read before its key")),
-        }
+    fn into_deserializer(self) -> Self {
+        self
     }
 }

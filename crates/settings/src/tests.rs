@@ -9,7 +9,6 @@ use super::*;
 #[serde(deny_unknown_fields)]
 struct FleetSettings {
     name: String,
-    #[serde(default)]
     ranks: Option<std::num::NonZeroU32>,
     #[serde(default)]
     drain: bool,

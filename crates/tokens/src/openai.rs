@@ -11,6 +11,7 @@ mod chat;
 mod completion;
 mod content_part;
 mod error;
+mod fold;
 mod generate;
 mod json;
 pub mod json_edit;
@@ -40,6 +41,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
+pub(crate) use anthropic::BILLING_HEADER_PREFIX;
 pub use api::{ApiKind, ApiWorkload};
 pub use body_encoding::decode_body;
 use body_encoding::without_byte_order_mark;
@@ -126,7 +128,7 @@ fn retains_json_values(api: ApiKind, text: &str) -> bool {
     struct RetainedFields<'a> {
         messages: Option<IgnoredAny>,
         chat_template_kwargs: Option<IgnoredAny>,
-        #[serde(default, borrow)]
+        #[serde(borrow)]
         lora_path: Option<&'a RawValue>,
     }
     match api {
@@ -194,20 +196,8 @@ fn parse_text(api: ApiKind, text: &str) -> Result<ApiRequest, ParseError> {
         ApiKind::Messages => anthropic::parse(text),
         ApiKind::SglangGenerate => generate::parse_sglang(text),
         ApiKind::VllmGenerate => generate::parse_vllm(text),
-        ApiKind::Score
-        | ApiKind::Rerank
-        | ApiKind::Transcriptions
-        | ApiKind::Translations
-        | ApiKind::Speech
-        | ApiKind::ImageGenerations
-        | ApiKind::ImageEdits
-        | ApiKind::ImageVariations => untokenized::parse(text),
-        ApiKind::CountTokens
-        | ApiKind::Conversations
-        | ApiKind::Tokenize
-        | ApiKind::Detokenize
-        | ApiKind::Render
-        | ApiKind::Models => Ok(ApiRequest::with_prompt(
+        _ if api.workload() == ApiWorkload::LoadOnly => untokenized::parse(text),
+        _ => Ok(ApiRequest::with_prompt(
             read_model(text.as_bytes()),
             PromptInput::NoPrompt,
         )),

@@ -9,8 +9,8 @@ use tokio::time::{Instant, sleep_until, timeout};
 use crate::error::ZmtpError;
 use crate::session::{SessionEvent, ZmtpSession};
 
-/// Bytes of one read. The session consumes all input before the next read, so the buffer does not
-/// grow.
+/// Bytes of one read. The session leaves at most a part of a greeting or of a frame header before
+/// the next read, so the buffer does not grow.
 const READ_SIZE: usize = 16 * 1024;
 
 /// Timeouts and intervals of a connection.

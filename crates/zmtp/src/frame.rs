@@ -35,19 +35,17 @@ pub(crate) enum AcceptedFrames {
     Messages { store_limit: usize, skip_limit: u64 },
 }
 
-/// Decodes frames from pieces of a byte stream.
-#[derive(Debug)]
+/// Decodes frames from a byte stream.
+#[derive(Debug, Default)]
 pub(crate) struct FrameDecoder {
     state: State,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 enum State {
-    /// The bytes of flags and length that were received so far.
-    Header {
-        bytes: [u8; 9],
-        received: usize,
-    },
+    /// Flags and length.
+    #[default]
+    Header,
     Body {
         kind: FrameKind,
         length: usize,
@@ -75,34 +73,22 @@ impl FrameKind {
     }
 }
 
-const HEADER: State = State::Header {
-    bytes: [0; 9],
-    received: 0,
-};
-
-impl Default for FrameDecoder {
-    fn default() -> Self {
-        Self { state: HEADER }
-    }
-}
-
 impl FrameDecoder {
-    /// Consumes input up to the end of the next frame. If no frame is complete, consumes all input
-    /// and returns `None`.
+    /// Consumes input up to the end of the next frame. If no frame is complete, returns `None` and
+    /// consumes all input except a part of a header.
     pub(crate) fn decode(
         &mut self,
         input: &mut BytesMut,
         accept: AcceptedFrames,
     ) -> Result<Option<ZmtpFrame>, ProtocolError> {
-        if let State::Header { bytes, received } = &mut self.state {
-            if !fill_header(bytes, received, input) {
+        if matches!(self.state, State::Header) {
+            let Some((flags, length)) = take_header(input) else {
                 return Ok(None);
-            }
-            let (flags, length) = parse_header(bytes);
+            };
             self.state = body_state(flags, length, accept)?;
         }
         match &mut self.state {
-            State::Header { .. } => Ok(None),
+            State::Header => Ok(None),
             State::Body {
                 kind,
                 length,
@@ -111,7 +97,7 @@ impl FrameDecoder {
                 let missing = *length - stored.len();
                 if stored.is_empty() && input.len() >= missing {
                     let frame = kind.frame(input.split_to(missing).freeze());
-                    self.state = HEADER;
+                    self.state = State::Header;
                     return Ok(Some(frame));
                 }
                 let taken = input.len().min(missing);
@@ -122,7 +108,7 @@ impl FrameDecoder {
                     return Ok(None);
                 }
                 let frame = kind.frame(Bytes::from(std::mem::take(stored)));
-                self.state = HEADER;
+                self.state = State::Header;
                 Ok(Some(frame))
             }
             State::Skip { more, length, left } => {
@@ -137,36 +123,27 @@ impl FrameDecoder {
                     more: *more,
                     length: *length,
                 };
-                self.state = HEADER;
+                self.state = State::Header;
                 Ok(Some(frame))
             }
         }
     }
 }
 
-/// Moves header bytes out of the input. Returns true when the header is complete.
-fn fill_header(bytes: &mut [u8; 9], received: &mut usize, input: &mut BytesMut) -> bool {
-    loop {
-        let length = if bytes[0] & LONG != 0 { 9 } else { 2 };
-        if *received > 0 && *received == length {
-            return true;
-        }
-        if input.is_empty() {
-            return false;
-        }
-        bytes[*received] = input.get_u8();
-        *received += 1;
+/// Takes flags and length from the input. Returns `None` if they are incomplete.
+fn take_header(input: &mut BytesMut) -> Option<(u8, u64)> {
+    let flags = *input.first()?;
+    let is_long = flags & LONG != 0;
+    if input.len() < if is_long { 9 } else { 2 } {
+        return None;
     }
-}
-
-fn parse_header(bytes: &[u8; 9]) -> (u8, u64) {
-    let [flags, short, ..] = *bytes;
-    let length = if flags & LONG != 0 {
-        (&bytes[1..]).get_u64()
+    input.advance(1);
+    let length = if is_long {
+        input.get_u64()
     } else {
-        u64::from(short)
+        u64::from(input.get_u8())
     };
-    (flags, length)
+    Some((flags, length))
 }
 
 /// Returns the decoder state for a body of an announced length.
@@ -245,17 +222,20 @@ mod tests {
     };
 
     fn decode_all(
-        mut pieces: Vec<BytesMut>,
+        pieces: Vec<BytesMut>,
         accept: AcceptedFrames,
     ) -> Result<Vec<ZmtpFrame>, ProtocolError> {
         let mut decoder = FrameDecoder::default();
         let mut frames = Vec::new();
-        for piece in &mut pieces {
-            while let Some(frame) = decoder.decode(piece, accept)? {
+        let mut input = BytesMut::new();
+        for piece in pieces {
+            input.unsplit(piece);
+            while let Some(frame) = decoder.decode(&mut input, accept)? {
                 frames.push(frame);
             }
-            assert!(piece.is_empty(), "the decoder left input behind");
+            assert!(input.len() < 9, "the decoder left a body behind");
         }
+        assert!(input.is_empty(), "the decoder left input behind");
         Ok(frames)
     }
 

@@ -21,62 +21,42 @@ pub(crate) fn greeting() -> [u8; LENGTH] {
     greeting
 }
 
-/// Collects and checks the peer's greeting.
-#[derive(Clone, Debug)]
-pub(crate) struct GreetingDecoder {
-    bytes: [u8; LENGTH],
-    received: usize,
-}
-
-impl Default for GreetingDecoder {
-    fn default() -> Self {
-        Self {
-            bytes: [0; LENGTH],
-            received: 0,
-        }
+/// Takes the peer's greeting from the input and returns its minor version. Returns `None` if it is
+/// incomplete. Errors are reported as early as possible, because a peer of an older version sends
+/// nothing after its signature.
+pub(crate) fn take_greeting(input: &mut BytesMut) -> Result<Option<u8>, ProtocolError> {
+    let received = &input[..input.len().min(LENGTH)];
+    // The eight bytes in between are padding and may have any value.
+    let is_signature = received.first().is_none_or(|first| *first == 0xff)
+        && received
+            .get(SIGNATURE_LENGTH - 1)
+            .is_none_or(|last| last & 1 == 1);
+    if !is_signature {
+        return Err(ProtocolError::Signature);
     }
-}
-
-impl GreetingDecoder {
-    /// Consumes input and returns the peer's minor version when the greeting is complete. Errors
-    /// are reported as early as possible, because a peer of an older version sends nothing after
-    /// its signature.
-    pub(crate) fn decode(&mut self, input: &mut BytesMut) -> Result<Option<u8>, ProtocolError> {
-        let taken = input.len().min(LENGTH - self.received);
-        self.bytes[self.received..][..taken].copy_from_slice(&input[..taken]);
-        self.received += taken;
-        input.advance(taken);
-        let received = &self.bytes[..self.received];
-        // The eight bytes in between are padding and may have any value.
-        let is_signature = received.first().is_none_or(|first| *first == 0xff)
-            && received
-                .get(SIGNATURE_LENGTH - 1)
-                .is_none_or(|last| last & 1 == 1);
-        if !is_signature {
-            return Err(ProtocolError::Signature);
-        }
-        if let Some(major) = received.get(MAJOR).filter(|major| **major < 3) {
-            return Err(ProtocolError::Version(*major));
-        }
-        if received.len() < LENGTH {
-            return Ok(None);
-        }
-        let mechanism = received[MECHANISM]
-            .split(|byte| *byte == 0)
-            .next()
-            .unwrap_or_default();
-        if mechanism != b"NULL" {
-            return Err(ProtocolError::Mechanism(
-                String::from_utf8_lossy(mechanism).into_owned(),
-            ));
-        }
-        // A peer of a later major version falls back to version 3.1, which the local greeting has.
-        Ok(Some(if received[MAJOR] > 3 {
-            1
-        } else {
-            received[MINOR]
-        }))
+    if let Some(major) = received.get(MAJOR).filter(|major| **major < 3) {
+        return Err(ProtocolError::Version(*major));
     }
+    if received.len() < LENGTH {
+        return Ok(None);
+    }
+    let mechanism = received[MECHANISM]
+        .split(|byte| *byte == 0)
+        .next()
+        .unwrap_or_default();
+    if mechanism != b"NULL" {
+        return Err(ProtocolError::Mechanism(
+            String::from_utf8_lossy(mechanism).into_owned(),
+        ));
+    }
+    // A peer of a later major version falls back to version 3.1, which the local greeting has.
+    let minor = if received[MAJOR] > 3 {
+        1
+    } else {
+        received[MINOR]
+    };
+    input.advance(LENGTH);
+    Ok(Some(minor))
 }
 
 #[cfg(test)]
@@ -84,19 +64,20 @@ mod tests {
     use super::*;
 
     fn decode(bytes: &[u8]) -> Result<Option<u8>, ProtocolError> {
-        GreetingDecoder::default().decode(&mut BytesMut::from(bytes))
+        take_greeting(&mut BytesMut::from(bytes))
     }
 
     #[test]
     fn fragmented_greeting_is_complete_after_64_bytes() {
-        let mut decoder = GreetingDecoder::default();
+        let mut input = BytesMut::new();
         for byte in &greeting()[..63] {
-            assert_eq!(decoder.decode(&mut BytesMut::from(&[*byte][..])), Ok(None));
+            input.extend_from_slice(&[*byte]);
+            assert_eq!(take_greeting(&mut input), Ok(None));
         }
-        let mut rest = BytesMut::from(&[0, 7][..]);
-        assert_eq!(decoder.decode(&mut rest), Ok(Some(1)));
+        input.extend_from_slice(&[0, 7]);
+        assert_eq!(take_greeting(&mut input), Ok(Some(1)));
         assert_eq!(
-            &rest[..],
+            &input[..],
             [7],
             "the byte after the greeting is not consumed"
         );

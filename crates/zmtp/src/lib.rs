@@ -12,7 +12,6 @@
 //!
 //! Decision 0051.
 
-mod backoff;
 mod command;
 mod connection;
 mod dealer;
@@ -26,7 +25,6 @@ mod session;
 mod sub;
 mod transport;
 
-pub use backoff::ReconnectBackoff;
 pub use connection::{ConnectionTiming, ZmtpConnection};
 pub use dealer::DealerSocket;
 pub use endpoint::ZmtpEndpoint;

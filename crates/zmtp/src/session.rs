@@ -6,7 +6,7 @@ use bytes::{Bytes, BytesMut};
 use crate::command::{self, ZmtpCommand};
 use crate::error::ProtocolError;
 use crate::frame::{AcceptedFrames, FrameDecoder, ZmtpFrame, put_command, put_part};
-use crate::greeting::{GreetingDecoder, greeting};
+use crate::greeting::{greeting, take_greeting};
 
 /// A message that exceeds the limits by at most this factor is skipped. A larger one ends the
 /// connection.
@@ -90,7 +90,7 @@ pub enum SessionEvent {
 
 #[derive(Debug)]
 enum SessionPhase {
-    Greeting(GreetingDecoder),
+    Greeting,
     Handshake { minor: u8 },
     Traffic,
 }
@@ -114,7 +114,7 @@ impl ZmtpSession {
         Self {
             role,
             limits,
-            phase: SessionPhase::Greeting(GreetingDecoder::default()),
+            phase: SessionPhase::Greeting,
             decoder: FrameDecoder::default(),
             assembly: PartialMessage::default(),
             output: BytesMut::from(&greeting()[..]),
@@ -122,13 +122,13 @@ impl ZmtpSession {
         }
     }
 
-    /// Consumes input up to the next event. Returns `None` if all input is consumed and more is
-    /// needed.
+    /// Consumes input up to the next event. Returns `None` if more input is needed; the input then
+    /// holds at most a part of a greeting or of a frame header.
     pub fn process(&mut self, input: &mut BytesMut) -> Result<Option<SessionEvent>, ProtocolError> {
         loop {
-            match &mut self.phase {
-                SessionPhase::Greeting(decoder) => {
-                    let Some(minor) = decoder.decode(input)? else {
+            match self.phase {
+                SessionPhase::Greeting => {
+                    let Some(minor) = take_greeting(input)? else {
                         return Ok(None);
                     };
                     put_command(
@@ -138,7 +138,6 @@ impl ZmtpSession {
                     self.phase = SessionPhase::Handshake { minor };
                 }
                 SessionPhase::Handshake { minor } => {
-                    let minor = *minor;
                     return match self.decoder.decode(input, AcceptedFrames::Commands)? {
                         Some(ZmtpFrame::Command(body)) => self.ready(minor, body).map(Some),
                         Some(ZmtpFrame::Part { .. } | ZmtpFrame::Skipped { .. }) => {

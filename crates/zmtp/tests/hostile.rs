@@ -33,7 +33,6 @@ fn header(length: u64) -> Vec<u8> {
 }
 
 async fn bind_socket() -> (SubSocket, String) {
-    let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let config = SocketConfig {
         limits: MessageLimits {
             max_bytes: 1 << 20,
@@ -41,22 +40,43 @@ async fn bind_socket() -> (SubSocket, String) {
         },
         ..SocketConfig::default()
     };
-    let socket = SubSocket::bind(&any, "kv", config).await.unwrap();
-    let address = socket
-        .local_endpoint()
-        .unwrap()
-        .to_string()
-        .replace("tcp://", "");
-    (socket, address)
+    bind("kv", config).await
+}
+
+/// Binds a socket. Returns it with its address.
+async fn bind(topic: &str, config: SocketConfig) -> (SubSocket, String) {
+    let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let socket = SubSocket::bind(&any, topic, config).await.unwrap();
+    let endpoint = socket.local_endpoint().unwrap().to_string();
+    (socket, endpoint.replace("tcp://", ""))
+}
+
+fn with_timing(timing: ConnectionTiming) -> SocketConfig {
+    SocketConfig {
+        timing,
+        ..SocketConfig::default()
+    }
+}
+
+/// Listens as an engine.
+async fn listen(address: &str) -> (TcpListener, ZmtpEndpoint) {
+    let listener = TcpListener::bind(address).await.unwrap();
+    let endpoint = format!("tcp://{}", listener.local_addr().unwrap());
+    (listener, endpoint.parse().unwrap())
+}
+
+/// Sends the handshake of a publisher.
+async fn greet(stream: &mut TcpStream) {
+    stream
+        .write_all(&[&greeting(0)[..], READY_PUB].concat())
+        .await
+        .unwrap();
 }
 
 /// Connects as a publisher and completes the handshake.
 async fn publisher(address: &str) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.unwrap();
-    stream
-        .write_all(&[&greeting(0)[..], READY_PUB].concat())
-        .await
-        .unwrap();
+    greet(&mut stream).await;
     let mut handshake = [0; 64 + 27 + 5];
     stream.read_exact(&mut handshake).await.unwrap();
     assert_eq!(handshake[91..], *b"\x00\x03\x01kv");
@@ -68,6 +88,18 @@ async fn next(socket: &mut SubSocket) -> SubEvent {
         .await
         .expect("an event")
         .expect("the socket is open")
+}
+
+async fn expect_connected(socket: &mut SubSocket) {
+    let event = next(socket).await;
+    assert!(matches!(event, SubEvent::Connected { .. }), "{event:?}");
+}
+
+async fn expect_refused(socket: &mut SubSocket, reason: &str) {
+    match next(socket).await {
+        SubEvent::Refused { error, .. } => assert_eq!(error.reason(), reason),
+        other => panic!("{other:?}"),
+    }
 }
 
 /// Returns the next event that is not about a refused connection.
@@ -106,15 +138,9 @@ async fn announced_length_does_not_abort_the_process() {
             .write_all(&[greeting(0), header(length)].concat())
             .await
             .unwrap();
-        match next(&mut socket).await {
-            SubEvent::Refused { error, .. } => assert_eq!(error.reason(), "protocol"),
-            other => panic!("{other:?}"),
-        }
+        expect_refused(&mut socket, "protocol").await;
         let mut late = publisher(&address).await;
-        assert!(matches!(
-            next(&mut socket).await,
-            SubEvent::Connected { .. }
-        ));
+        expect_connected(&mut socket).await;
         late.write_all(&header(length)).await.unwrap();
         match next(&mut socket).await {
             SubEvent::Disconnected {
@@ -125,10 +151,7 @@ async fn announced_length_does_not_abort_the_process() {
         }
         let mut valid = publisher(&address).await;
         valid.write_all(b"\x00\x02kv").await.unwrap();
-        assert!(matches!(
-            next(&mut socket).await,
-            SubEvent::Connected { .. }
-        ));
+        expect_connected(&mut socket).await;
         assert!(matches!(next(&mut socket).await, SubEvent::Message(_)));
     }
 }
@@ -137,10 +160,7 @@ async fn announced_length_does_not_abort_the_process() {
 /// its replay endpoint (DEALER).
 #[tokio::test]
 async fn connected_engine_cannot_abort_the_process() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap())
-        .parse()
-        .unwrap();
+    let (listener, endpoint) = listen("127.0.0.1:0").await;
     tokio::spawn(async move {
         for (ready, length) in [(READY_PUB, 1 << 62), (READY_ROUTER, 1 << 62)] {
             let (mut stream, _) = listener.accept().await.unwrap();
@@ -170,10 +190,7 @@ async fn connected_engine_cannot_abort_the_process() {
 async fn oversize_message_is_skipped_without_memory() {
     let (mut socket, address) = bind_socket().await;
     let mut stream = publisher(&address).await;
-    assert!(matches!(
-        next(&mut socket).await,
-        SubEvent::Connected { .. }
-    ));
+    expect_connected(&mut socket).await;
     let before = resident();
     let sending = tokio::spawn(async move {
         // Sixteen times the limit is the largest message that is skipped.
@@ -253,10 +270,7 @@ async fn handshakes_of_one_host_do_not_replace_others() {
         stream.read_exact(&mut [0; 11]).await.unwrap();
         held.push(stream);
     }
-    engine
-        .write_all(&[&greeting(0)[..], READY_PUB].concat())
-        .await
-        .unwrap();
+    greet(&mut engine).await;
     match next_accepted(&mut socket).await {
         SubEvent::Connected { address, .. } => {
             assert!(address.starts_with("127.0.0.2:"), "{address}")
@@ -267,10 +281,7 @@ async fn handshakes_of_one_host_do_not_replace_others() {
 
 #[tokio::test]
 async fn failed_heartbeat_does_not_lose_a_received_message() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap())
-        .parse()
-        .unwrap();
+    let (listener, endpoint) = listen("127.0.0.1:0").await;
     let peer = tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
         stream
@@ -285,11 +296,9 @@ async fn failed_heartbeat_does_not_lose_a_received_message() {
         heartbeat: Duration::from_millis(20),
         ..ConnectionTiming::default()
     };
-    let config = SocketConfig {
-        timing,
-        ..SocketConfig::default()
-    };
-    let mut socket = SubSocket::connect(&endpoint, "", config).await.unwrap();
+    let mut socket = SubSocket::connect(&endpoint, "", with_timing(timing))
+        .await
+        .unwrap();
     peer.await.unwrap();
     // Heartbeats fail while the second message waits for the consumer.
     sleep(Duration::from_millis(300)).await;
@@ -311,16 +320,10 @@ async fn publishers_of_a_socket_are_bounded() {
     let mut publishers = Vec::new();
     for _ in 0..4 {
         publishers.push(publisher(&address).await);
-        assert!(matches!(
-            next(&mut socket).await,
-            SubEvent::Connected { .. }
-        ));
+        expect_connected(&mut socket).await;
     }
     let mut fifth = publisher(&address).await;
-    match next(&mut socket).await {
-        SubEvent::Refused { error, .. } => assert_eq!(error.reason(), "too_many_publishers"),
-        other => panic!("{other:?}"),
-    }
+    expect_refused(&mut socket, "too_many_publishers").await;
     assert_eq!(
         fifth.read(&mut [0; 8]).await.unwrap(),
         0,
@@ -332,10 +335,7 @@ async fn publishers_of_a_socket_are_bounded() {
         SubEvent::Disconnected { .. }
     ));
     publishers.push(publisher(&address).await);
-    assert!(matches!(
-        next(&mut socket).await,
-        SubEvent::Connected { .. }
-    ));
+    expect_connected(&mut socket).await;
 }
 
 /// Reads events until a publisher was disconnected and a message has arrived. Returns the
@@ -356,18 +356,6 @@ async fn disconnected_before_message(socket: &mut SubSocket) -> Vec<(PublisherId
     disconnected
 }
 
-/// Binds a socket with this timing. Returns it with its address.
-async fn bind(topic: &str, timing: ConnectionTiming) -> (SubSocket, String) {
-    let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let config = SocketConfig {
-        timing,
-        ..SocketConfig::default()
-    };
-    let socket = SubSocket::bind(&any, topic, config).await.unwrap();
-    let endpoint = socket.local_endpoint().unwrap().to_string();
-    (socket, endpoint.replace("tcp://", ""))
-}
-
 #[tokio::test]
 async fn silent_publisher_is_replaced_by_a_new_one() {
     let idle_timeout = Duration::from_millis(500);
@@ -375,7 +363,7 @@ async fn silent_publisher_is_replaced_by_a_new_one() {
         idle_timeout,
         ..ConnectionTiming::default()
     };
-    let (mut socket, address) = bind("kv", timing).await;
+    let (mut socket, address) = bind("kv", with_timing(timing)).await;
     let mut publishers = Vec::new();
     let mut ids = Vec::new();
     for _ in 0..4 {
@@ -407,10 +395,7 @@ async fn silent_publisher_is_replaced_by_a_new_one() {
     }
     // Now no publisher has been silent for long enough to be replaced.
     let _sixth = publisher(&address).await;
-    match next(&mut socket).await {
-        SubEvent::Refused { error, .. } => assert_eq!(error.reason(), "too_many_publishers"),
-        other => panic!("{other:?}"),
-    }
+    expect_refused(&mut socket, "too_many_publishers").await;
 }
 
 #[tokio::test]
@@ -419,22 +404,14 @@ async fn slow_peer_is_received_and_stalled_handshake_ends() {
         handshake: Duration::from_millis(300),
         ..ConnectionTiming::default()
     };
-    let (mut socket, address) = bind("", timing).await;
+    let (mut socket, address) = bind("", with_timing(timing)).await;
     let mut stalled = TcpStream::connect(&address).await.unwrap();
     stalled.write_all(&greeting(0)).await.unwrap();
-    match next(&mut socket).await {
-        SubEvent::Refused { error, .. } => assert_eq!(error.reason(), "handshake_timeout"),
-        other => panic!("{other:?}"),
-    }
+    expect_refused(&mut socket, "handshake_timeout").await;
     let mut slow = TcpStream::connect(&address).await.unwrap();
     slow.set_nodelay(true).unwrap();
-    slow.write_all(&[&greeting(0)[..], READY_PUB].concat())
-        .await
-        .unwrap();
-    assert!(matches!(
-        next(&mut socket).await,
-        SubEvent::Connected { .. }
-    ));
+    greet(&mut slow).await;
+    expect_connected(&mut socket).await;
     for byte in b"\x01\x02kv\x00\x04body" {
         slow.write_all(&[*byte]).await.unwrap();
         sleep(Duration::from_millis(50)).await;
@@ -447,10 +424,7 @@ async fn slow_peer_is_received_and_stalled_handshake_ends() {
 
 #[tokio::test]
 async fn dealer_reports_the_message_before_the_end() {
-    let listener = TcpListener::bind("[::1]:0").await.unwrap();
-    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap())
-        .parse()
-        .unwrap();
+    let (listener, endpoint) = listen("[::1]:0").await;
     tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
         stream

@@ -9,7 +9,7 @@ async fn gap_without_replay_endpoint_makes_rank_stale() {
         let site = EventSite::new(attach, false);
         let subscriber = site.subscribe();
         let mut engine = EventEngine::start(&site, vec![]).await;
-        subscriber.wait_state(SourceState::Live).await;
+        subscriber.wait_state(SourceLink::Attached).await;
         subscriber.expect_blocks(&mut engine, [1, 2]).await;
         subscriber.wait_blocks(0..=2).await;
         let losses = subscriber.held.lock().losses;

@@ -100,7 +100,7 @@ impl FilterSite<'_> {
             (Some(fix), FindingLevel::Error) => error(message, fix),
             (Some(fix), _) => warning(message, fix),
             (None, FindingLevel::Error) => {
-                let own = self.render(fix.setting.envoy, &fix.values);
+                let own = self.own_fix(&fix);
                 let fix =
                     format!("{plane} has no field for it; in Envoy's own configuration: {own}");
                 error(message, fix)
@@ -109,9 +109,9 @@ impl FilterSite<'_> {
         }
     }
 
-    /// Returns a fix in the main filter.
-    pub(super) fn in_main_filter(&self, text: &str) -> String {
-        self.render(&format!("{{Filter}} {text}"), &[])
+    /// Returns the text of a fix in Envoy's own configuration.
+    pub(super) fn own_fix(&self, fix: &SettingFix) -> String {
+        self.render(fix.setting.envoy, &fix.values)
     }
 
     /// Writes a fix into the sentence of its place, and replaces the names in braces.

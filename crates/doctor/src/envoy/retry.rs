@@ -10,7 +10,7 @@ use super::cluster::EnvoyCluster;
 use super::config_node::ConfigNode;
 use super::ext_proc_filter::{BUFFERED, ExtProcFilter};
 use super::filter::format_timeout;
-use super::fixes::format_seconds;
+use super::fixes::{format_seconds, settings};
 use super::site::{ActiveRoute, ClusterFacts, FilterSite};
 use crate::finding::{CheckFacts, CheckVerdict, Finding, error, ok};
 
@@ -248,11 +248,8 @@ impl RetryProblems<'_, '_, '_> {
                 warmroute cannot assign a retry to its request",
                 site.main.name
             );
-            let fix = site.in_main_filter(&format!(
-                "`{WARMROUTE_NAMESPACE}` into `receiving_namespaces: {{untyped: [..]}}` \
-                under `metadata_options`"
-            ));
-            self.verdicts.push(error(message, fix));
+            let fix = settings::RECEIVED_NAMESPACE.with("namespace", WARMROUTE_NAMESPACE);
+            self.verdicts.push(error(message, site.own_fix(&fix)));
         }
     }
 

@@ -4,12 +4,11 @@
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, DATE};
-use reqwest::{RequestBuilder, Response, StatusCode};
+use reqwest::header::{AUTHORIZATION, DATE};
+use reqwest::{RequestBuilder, Response};
 use serde_json::Value;
 
-use super::body::{parse_json, read_body, read_error_body};
-use super::error::{EngineError, status_error, transport_error};
+use super::error::{EngineError, transport_error};
 use super::{EngineClient, EngineUrl};
 
 /// Token usage of one completion.
@@ -29,23 +28,9 @@ impl EngineClient {
         request: Bytes,
         deadline: Duration,
     ) -> Result<CompletionUsage, EngineError> {
-        let builder = self.shared.client.post(engine.join("v1/completions"));
-        let builder = builder
-            .headers(self.shared.headers.clone())
-            .header(CONTENT_TYPE, "application/json")
-            .body(request);
-        let call = async {
-            let response = self.send(builder).await?;
-            match response.status() {
-                StatusCode::OK => {
-                    parse_json::<Value>(&read_body(response, self.shared.max_response).await?)
-                }
-                status => Err(status_error(status, &read_error_body(response).await)),
-            }
-        };
-        let answer = tokio::time::timeout(deadline, call)
-            .await
-            .map_err(|_| EngineError::Timeout)??;
+        let answer: Value = self
+            .post(engine, "v1/completions", request, deadline)
+            .await?;
         let number = |value: &Value| {
             value
                 .as_u64()
@@ -70,9 +55,7 @@ impl EngineClient {
     }
 
     pub(super) async fn send(&self, mut request: RequestBuilder) -> Result<Response, EngineError> {
-        if let Some(bearer) = &self.shared.bearer
-            && let Some(value) = bearer.header().await
-        {
+        if let Some(value) = self.shared.token().await {
             request = request.header(AUTHORIZATION, value);
         }
         request

@@ -45,13 +45,10 @@ pub struct EngineModel {
     /// Name in requests.
     pub id: String,
     /// Model path or repository that the engine loaded.
-    #[serde(default)]
     pub root: Option<String>,
     /// Base model of an adapter.
-    #[serde(default)]
     pub parent: Option<String>,
     /// Maximum context length in tokens.
-    #[serde(default)]
     pub max_model_len: Option<u64>,
 }
 
@@ -114,7 +111,6 @@ impl<'de> Deserialize<'de> for RenderResponse {
 #[derive(Deserialize)]
 pub(super) struct RenderedPromptBody {
     token_ids: Vec<u32>,
-    #[serde(default)]
     features: Option<MultimodalFeatures>,
 }
 
@@ -206,11 +202,9 @@ pub(super) struct EventSourcesResponse(BTreeMap<String, RankEventsConfig>);
 struct RankEventsConfig {
     #[serde(default)]
     enable_kv_cache_events: bool,
-    #[serde(default)]
     publisher: Option<String>,
     #[serde(default)]
     endpoint: String,
-    #[serde(default)]
     replay_endpoint: Option<String>,
     #[serde(default)]
     topic: String,

@@ -29,12 +29,15 @@ impl Drop for Server {
     }
 }
 
+async fn bind() -> (TcpListener, EngineUrl) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = warmroute_core::worker::WorkerEndpoint(listener.local_addr().unwrap());
+    (listener, EngineUrl::http(endpoint))
+}
+
 impl Server {
     async fn routes(routes: Router) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = EngineUrl::http(warmroute_core::worker::WorkerEndpoint(
-            listener.local_addr().unwrap(),
-        ));
+        let (listener, url) = bind().await;
         Self {
             url,
             task: tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() }),
@@ -50,10 +53,7 @@ impl Server {
 
     /// Starts a server that sends these bytes on every connection and closes it.
     async fn raw(bytes: &'static [u8]) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = EngineUrl::http(warmroute_core::worker::WorkerEndpoint(
-            listener.local_addr().unwrap(),
-        ));
+        let (listener, url) = bind().await;
         let task = tokio::spawn(async move {
             while let Ok((mut socket, _)) = listener.accept().await {
                 _ = socket.read(&mut [0; 4096]).await;
@@ -285,17 +285,8 @@ async fn failed_connections_are_unreachable() {
             .unwrap_err();
         assert!(matches!(error, EngineError::Unreachable(_)), "{error}");
     }
-    let free = TcpListener::bind("127.0.0.1:0")
-        .await
-        .unwrap()
-        .local_addr()
-        .unwrap();
-    let error = client()
-        .version(&EngineUrl::http(warmroute_core::worker::WorkerEndpoint(
-            free,
-        )))
-        .await
-        .unwrap_err();
+    let (_, free) = bind().await;
+    let error = client().version(&free).await.unwrap_err();
     assert!(
         matches!(&error, EngineError::Unreachable(text) if text.contains("refused")),
         "{error}"
@@ -418,53 +409,29 @@ async fn each_call_uses_its_path() {
 
 #[test]
 fn invalid_settings_are_reported() {
-    let good = EnginesConfig::default();
-    assert!(good.problems().is_empty());
-    let missing = Some("/nowhere/to/be/found".into());
-    for (config, key) in [
+    const MISSING: &str = "/nowhere/to/be/found";
+    assert!(EnginesConfig::default().problems().is_empty());
+    type Change = fn(&mut EnginesConfig);
+    let cases: [(Change, &str); 6] = [
         (
-            EnginesConfig {
-                timeout: DurationSetting::millis(0),
-                ..good.clone()
-            },
+            |config| config.timeout = DurationSetting::millis(0),
             "timeout",
         ),
+        (|config| config.max_concurrency = 0, "max_concurrency"),
         (
-            EnginesConfig {
-                max_concurrency: 0,
-                ..good.clone()
-            },
-            "max_concurrency",
-        ),
-        (
-            EnginesConfig {
-                max_response_size: ByteSize(0),
-                ..good.clone()
-            },
+            |config| config.max_response_size = ByteSize(0),
             "max_response_size",
         ),
+        (|config| config.forward_token = true, "forward_token"),
         (
-            EnginesConfig {
-                forward_token: true,
-                ..good.clone()
-            },
-            "forward_token",
-        ),
-        (
-            EnginesConfig {
-                token_file: missing.clone(),
-                ..good.clone()
-            },
+            |config| config.token_file = Some(MISSING.into()),
             "token_file",
         ),
-        (
-            EnginesConfig {
-                ca_file: missing,
-                ..good.clone()
-            },
-            "ca_file",
-        ),
-    ] {
+        (|config| config.ca_file = Some(MISSING.into()), "ca_file"),
+    ];
+    for (change, key) in cases {
+        let mut config = EnginesConfig::default();
+        change(&mut config);
         let problems = config.problems();
         assert_eq!(problems.len(), 1, "{key}");
         assert_eq!(

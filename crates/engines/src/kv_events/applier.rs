@@ -16,7 +16,7 @@ use warmroute_core::index::SharedPosition;
 use warmroute_metrics::Metrics;
 use warmroute_runtime::lifecycle::run_blocking;
 
-pub(super) use batch::{BatchApplier, SequenceGap};
+pub(super) use batch::BatchApplier;
 
 /// The event stream of one worker rank, with the position that other readers copy.
 pub(super) struct EventApplier {

@@ -3,7 +3,7 @@
 //! is requested again from the gap, as long as that makes progress. Batches that are still missing
 //! after that are lost.
 
-use super::applier::{BatchApplier, EventApplier, SequenceGap};
+use super::applier::{BatchApplier, EventApplier};
 use super::sequencer::{ReplayAction, ReplayError};
 
 /// Maximum number of requests in one replay. Gaps and restarts cause further requests.
@@ -106,12 +106,12 @@ async fn run_round(
         match applier.update(|batches| batches.apply_replayed(seq, &payload)) {
             ReplayAction::Apply | ReplayAction::Duplicate => {}
             ReplayAction::Restart => return ReplayRound::Restarted,
-            ReplayAction::Gap { .. } if applier.sequencer().next_seq() > start => {
+            ReplayAction::Gap(_) if applier.sequencer().next_seq() > start => {
                 return ReplayRound::Gap;
             }
-            ReplayAction::Gap { from, to } => {
+            ReplayAction::Gap(gap) => {
                 *skipped = Some(gap_error);
-                applier.update(|batches| batches.skip_gap(SequenceGap { from, to }, &payload));
+                applier.update(|batches| batches.skip_gap(gap, &payload));
             }
         }
         if replies.is_multiple_of(BURST) {

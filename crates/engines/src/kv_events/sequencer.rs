@@ -27,6 +27,15 @@ struct AppliedBatch {
     digest: PayloadDigest,
 }
 
+/// A gap in the batch numbers before a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SequenceGap {
+    /// First missing number.
+    pub(super) from: u64,
+    /// Number of the batch that arrived, which is not missing.
+    pub(super) to: u64,
+}
+
 /// Action for a live batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LiveAction {
@@ -35,12 +44,7 @@ pub(super) enum LiveAction {
     /// Skip the batch: its content is already applied.
     Stale,
     /// Batches before it are missing. Request a replay, then call [`Sequencer::action_for`] again.
-    Gap {
-        /// First missing number.
-        from: u64,
-        /// Number of this batch, which is not missing.
-        to: u64,
-    },
+    Gap(SequenceGap),
     /// The engine restarted. Clear the rank, then call [`Sequencer::action_for`] again.
     Restart,
 }
@@ -56,12 +60,7 @@ pub(super) enum ReplayAction {
     /// zero.
     Restart,
     /// The replay omits batches before this one.
-    Gap {
-        /// First missing number.
-        from: u64,
-        /// Number of this batch, which is not missing.
-        to: u64,
-    },
+    Gap(SequenceGap),
 }
 
 /// Reason why a replay is incomplete.
@@ -140,10 +139,14 @@ impl Sequencer {
         match self.applied {
             Some(mark) if seq <= mark.seq => LiveAction::Stale,
             _ if seq == self.next_seq() => LiveAction::Apply,
-            _ => LiveAction::Gap {
-                from: self.next_seq(),
-                to: seq,
-            },
+            _ => LiveAction::Gap(self.gap_before(seq)),
+        }
+    }
+
+    fn gap_before(&self, seq: u64) -> SequenceGap {
+        SequenceGap {
+            from: self.next_seq(),
+            to: seq,
         }
     }
 
@@ -172,10 +175,7 @@ impl Sequencer {
             }
             Some(mark) if seq <= mark.seq => ReplayAction::Duplicate,
             _ if seq == self.next_seq() => ReplayAction::Apply,
-            _ => ReplayAction::Gap {
-                from: self.next_seq(),
-                to: seq,
-            },
+            _ => ReplayAction::Gap(self.gap_before(seq)),
         }
     }
 

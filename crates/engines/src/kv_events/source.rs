@@ -45,6 +45,30 @@ pub struct SourceSpec {
     pub max_message: usize,
 }
 
+#[cfg(test)]
+impl SourceSpec {
+    pub(super) fn for_test(block_size: u32) -> Self {
+        Self {
+            engine: String::new(),
+            worker_name: String::new(),
+            rank: WorkerRank {
+                worker: warmroute_core::worker::WorkerId(1),
+                rank: warmroute_core::worker::DpRank(0),
+            },
+            source: EventSource {
+                endpoint: String::new(),
+                topic: String::new(),
+                attach: warmroute_core::worker::SocketAttach::Connect,
+                replay: None,
+            },
+            block_size: BlockSize::new(block_size).unwrap(),
+            media: MediaTokens::default(),
+            resync: SharedResync::default(),
+            max_message: 1 << 20,
+        }
+    }
+}
+
 impl SourceSpec {
     /// Returns a digest of the engine's identity and of the settings that events are decoded with.
     /// A reader with another digest would produce other blocks from the same events.
@@ -73,28 +97,5 @@ impl SharedResync {
     /// Returns true if the blocks are to be cleared.
     pub fn is_clear(&self) -> bool {
         self.0.load(Ordering::Relaxed)
-    }
-}
-
-/// Connection state of an event source.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SourceState {
-    /// Not connected to the engine.
-    #[default]
-    Connecting,
-    /// Connected, and replaying missed batches.
-    Replaying,
-    /// Connected, and caught up as far as possible.
-    Live,
-}
-
-impl SourceState {
-    /// Returns the name in logs.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            SourceState::Connecting => "connecting",
-            SourceState::Replaying => "replaying",
-            SourceState::Live => "live",
-        }
     }
 }

@@ -15,23 +15,21 @@ use bytes::Bytes;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 use warmroute_zmtp::{
-    MessageLimits, PublisherId, ReconnectBackoff, SocketConfig, SubEvent, SubSocket, ZmtpEndpoint,
-    ZmtpError,
+    MessageLimits, PublisherId, SocketConfig, SubEvent, SubSocket, ZmtpEndpoint, ZmtpError,
 };
 
 use super::applier::{BatchApplier, EventApplier};
 use super::replay::{self, BURST};
 use super::replay_client::{FIRST_PAUSE as UNANSWERED, ReplayClient};
 use super::sequencer::ReplayError;
-use super::source::{RankSink, SourceSpec, SourceState};
+use super::source::{RankSink, SourceSpec};
 use super::source_monitor::SourceMonitor;
 use super::source_outage::{OutageReport, SourceOutage};
 use warmroute_core::freshness::SourceLink;
 use warmroute_core::worker::{EventSource, SocketAttach, WorkerRank};
 use warmroute_metrics::{Metrics, ReasonLabel};
+use warmroute_runtime::lifecycle::JitteredBackoff;
 
-/// Shortest and longest pause between connection attempts.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// Time after connecting until the subscription has taken effect. Batches published in this time
 /// may be missed; a replay after it returns them.
 const SUBSCRIPTION_DELAY: Duration = Duration::from_secs(1);
@@ -93,7 +91,7 @@ pub async fn run(
     spec: SourceSpec,
     sink: RankSink,
     metrics: Arc<Metrics>,
-    state: watch::Sender<SourceState>,
+    state: watch::Sender<SourceLink>,
     monitor: SourceMonitor,
 ) -> Infallible {
     let publisher = StatePublisher {
@@ -102,7 +100,7 @@ pub async fn run(
         monitor: monitor.clone(),
         state,
     };
-    publisher.publish(SourceState::Connecting);
+    publisher.publish(SourceLink::Connecting);
     let config = socket_config(spec.max_message);
     let mut listener = SourceListener {
         applier: EventApplier::new(&spec, sink, metrics.clone(), monitor),
@@ -120,18 +118,18 @@ pub async fn run(
         is_connected: false,
         is_unanswered: false,
     };
-    let mut backoff = ReconnectBackoff::new(PAUSE.0, PAUSE.1);
+    let mut backoff = JitteredBackoff::default();
     let mut outage = SourceOutage::default();
     loop {
         let attempt = Instant::now();
         let Err(error) = listener.run_session().await;
         let was_connected = std::mem::take(&mut listener.is_connected);
-        listener.publisher.publish(SourceState::Connecting);
-        if attempt.elapsed() > PAUSE.1 {
-            backoff.reset();
+        listener.publisher.publish(SourceLink::Connecting);
+        if attempt.elapsed() > JitteredBackoff::MAX {
+            backoff = JitteredBackoff::default();
         }
         listener.log_outage(outage.record(was_connected, &error), &error);
-        sleep(backoff.next_pause(rand::random())).await;
+        sleep(backoff.next_delay(rand::random())).await;
     }
 }
 
@@ -155,24 +153,18 @@ struct StatePublisher {
     rank: WorkerRank,
     worker_name: String,
     monitor: SourceMonitor,
-    state: watch::Sender<SourceState>,
+    state: watch::Sender<SourceLink>,
 }
 
 impl StatePublisher {
-    fn publish(&self, state: SourceState) {
-        self.monitor.update(|source| {
-            source.set_link(match state {
-                SourceState::Connecting => SourceLink::Connecting,
-                SourceState::Replaying => SourceLink::Replaying,
-                SourceState::Live => SourceLink::Attached,
-            });
-        });
+    fn publish(&self, state: SourceLink) {
+        self.monitor.update(|source| source.set_link(state));
         let changed = self
             .state
             .send_if_modified(|known| std::mem::replace(known, state) != state);
         if changed {
             // The task of the source logs the resulting freshness.
-            tracing::debug!(rank = %self.rank, name = self.worker_name, state = state.as_str(), "KV event source state changed");
+            tracing::debug!(rank = %self.rank, name = self.worker_name, ?state, "KV event source state changed");
         }
     }
 }
@@ -295,7 +287,7 @@ impl SourceListener {
                 if publishers.is_empty() {
                     self.check = None;
                     self.is_connected = false;
-                    self.publisher.publish(SourceState::Connecting);
+                    self.publisher.publish(SourceLink::Connecting);
                     self.log_outage(OutageReport::Lost, &error.into());
                 }
             }
@@ -354,7 +346,7 @@ impl SourceListener {
             }
             missed => self.record_missed(missed.and_then(Result::err)),
         }
-        self.publisher.publish(SourceState::Live);
+        self.publisher.publish(SourceLink::Attached);
         self.check = self
             .replay
             .is_some()
@@ -376,14 +368,14 @@ impl SourceListener {
         self.recover_missed().await;
         if std::mem::take(&mut self.is_unanswered) {
             self.record_missed(Some(ReplayError::EndedBeforeTarget));
-            self.publisher.publish(SourceState::Live);
+            self.publisher.publish(SourceLink::Attached);
         }
     }
 
     /// Replays the batches that the engine still holds. Returns `None` without a replay endpoint.
     async fn catch_up(&mut self) -> Option<Result<(), ReplayError>> {
         let engine = self.replay.as_mut()?;
-        self.publisher.publish(SourceState::Replaying);
+        self.publisher.publish(SourceLink::Replaying);
         Some(replay::catch_up(engine, &mut self.applier).await)
     }
 
@@ -416,7 +408,7 @@ impl SourceListener {
         }
         self.applier
             .update(|batches| batches.apply_after_replay(gap, payload));
-        self.publisher.publish(SourceState::Live);
+        self.publisher.publish(SourceLink::Attached);
     }
 
     /// Queries the replay endpoint for batches that should have arrived.
@@ -480,36 +472,18 @@ mod tests {
     use zeromq::{RouterSocket, Socket as _, SocketRecv as _, SocketSend as _};
 
     use super::*;
-    use crate::kv_events::{MediaTokens, SharedResync};
     use warmroute_core::freshness::{IndexFreshness, StaleReason};
     use warmroute_core::index::{ApplyOutcome, ReconcileReport};
-    use warmroute_core::worker::{BlockSize, DpRank, WorkerId};
 
     fn listener(replay: &str) -> SourceListener {
-        let source = EventSource {
-            endpoint: String::new(),
-            topic: "topic".to_owned(),
-            attach: SocketAttach::Connect,
-            replay: Some(replay.to_owned()),
-        };
-        let rank = WorkerRank {
-            worker: WorkerId(1),
-            rank: DpRank(0),
-        };
-        let block_size = BlockSize::new(2).unwrap();
-        let media = MediaTokens::default();
-        let resync = SharedResync::default();
-        let engine = String::new();
-        let max_message = MessageLimits::default().max_bytes;
         let spec = SourceSpec {
-            rank,
-            worker_name: String::new(),
-            source,
-            engine,
-            block_size,
-            media,
-            resync,
-            max_message,
+            source: EventSource {
+                endpoint: String::new(),
+                topic: "topic".to_owned(),
+                attach: SocketAttach::Connect,
+                replay: Some(replay.to_owned()),
+            },
+            ..SourceSpec::for_test(2)
         };
         let has_lost = Arc::new(AtomicBool::new(false));
         let lost = has_lost.clone();
@@ -524,14 +498,14 @@ mod tests {
         };
         let monitor = SourceMonitor::default();
         let metrics = Arc::new(Metrics::new());
-        let (state, _) = watch::channel(SourceState::default());
+        let (state, _) = watch::channel(SourceLink::default());
         SourceListener {
             applier: EventApplier::new(&spec, sink, metrics.clone(), monitor.clone()),
             replay: Some(ReplayClient::new(replay, SocketConfig::default())),
             config: SocketConfig::default(),
             metrics,
             publisher: StatePublisher {
-                rank,
+                rank: spec.rank,
                 worker_name: String::new(),
                 monitor,
                 state,

@@ -115,13 +115,12 @@ fn prompt(blocks: usize) -> BlockHashes {
 }
 
 async fn query(config: &SharedCacheConfig, prompt: &BlockHashes) -> SharedCacheResult {
-    let cache: Box<dyn SharedCache> = Box::new(HttpSharedCache::new(config).unwrap());
-    cache
-        .query(SharedCacheQuery {
-            model: "llama",
-            prompt,
-        })
-        .await
+    lookup(&HttpSharedCache::new(config).unwrap(), prompt).await
+}
+
+async fn lookup(cache: &dyn SharedCache, prompt: &BlockHashes) -> SharedCacheResult {
+    let model = "llama";
+    cache.query(SharedCacheQuery { model, prompt }).await
 }
 
 #[tokio::test]
@@ -277,38 +276,17 @@ async fn lookups_beyond_the_limit_are_busy() {
     cache.permits.forget_permits(MAX_CONCURRENCY - 1);
     let first = tokio::spawn({
         let cache = cache.clone();
-        async move {
-            cache
-                .query(SharedCacheQuery {
-                    model: "m",
-                    prompt: &prompt(2),
-                })
-                .await
-        }
+        async move { lookup(&*cache, &prompt(2)).await }
     });
     tokio::time::timeout(Duration::from_secs(20), server.script.arrived.notified())
         .await
         .unwrap();
-    let refused = cache
-        .query(SharedCacheQuery {
-            model: "m",
-            prompt: &prompt(2),
-        })
-        .await;
+    let refused = lookup(&*cache, &prompt(2)).await;
     assert_eq!(refused.unwrap_err().label(), "busy");
     gate.notify_one();
     assert_eq!(first.await.unwrap().unwrap(), [0..1]);
     gate.notify_one();
-    assert_eq!(
-        cache
-            .query(SharedCacheQuery {
-                model: "m",
-                prompt: &prompt(2)
-            })
-            .await
-            .unwrap(),
-        [0..1]
-    );
+    assert_eq!(lookup(&*cache, &prompt(2)).await.unwrap(), [0..1]);
 }
 
 #[tokio::test]
@@ -319,16 +297,13 @@ async fn cancelled_lookup_releases_its_permit() {
     cache.permits.forget_permits(MAX_CONCURRENCY - 1);
     let prompt = prompt(2);
     let is_cancelled = tokio::select! {
-        _ = cache.query(SharedCacheQuery { model: "m", prompt: &prompt }) => false,
+        _ = lookup(&cache, &prompt) => false,
         () = server.script.arrived.notified() => true,
     };
     assert!(is_cancelled);
     // The notification may be stored for the next waiter, and the cancelled request may have used
     // one.
-    let next = cache.query(SharedCacheQuery {
-        model: "m",
-        prompt: &prompt,
-    });
+    let next = lookup(&cache, &prompt);
     let gates = async {
         loop {
             gate.notify_waiters();

@@ -1,11 +1,6 @@
 //! Metrics of the comparison between predicted and reported cache hits.
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::registry::Registry;
-
-use crate::labels::{CauseLabels, ModelLabel, ModelOutcomeLabels, ModelTokensLabels};
-use crate::{Histograms, error_blocks, histograms, metrics};
+use crate::*;
 
 metrics! {
     /// Metrics of the comparison between predicted and reported cache hits.

@@ -1,13 +1,6 @@
 //! Metrics of the endpoints published to Envoy.
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
-use prometheus_client::registry::Registry;
-
-use crate::labels::OutcomeLabel;
-use crate::{metrics, outcomes};
+use crate::*;
 
 metrics! {
     /// Metrics of the endpoints published to Envoy.

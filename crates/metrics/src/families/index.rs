@@ -1,12 +1,8 @@
 //! Metrics of the shared cache and the remote index.
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::histogram::{Histogram, exponential_buckets, linear_buckets};
-use prometheus_client::registry::Registry;
+use prometheus_client::metrics::histogram::linear_buckets;
 
-use crate::labels::{ModelLabel, OutcomeLabel, ReasonLabel};
-use crate::{Histograms, histograms, metrics, outcomes};
+use crate::*;
 
 metrics! {
     /// Metrics of the shared cache and the remote index.

@@ -1,12 +1,6 @@
 //! Metrics of KV events and their sources.
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
-
-use crate::labels::{EventLabels, OutcomeLabel, RankFreshnessLabels, RankLabels, ReasonLabel};
-use crate::{FloatGauge, metrics, outcomes, reasons};
+use crate::*;
 
 metrics! {
     /// Metrics of KV events and their sources.

@@ -1,14 +1,6 @@
 //! Metrics of the learned latency.
 
-use std::sync::atomic::AtomicU64;
-
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::registry::Registry;
-
-use crate::labels::{ModelCoefficientLabels, ModelLabel, RankLabels, RankPhaseLabels};
-use crate::{FloatGauge, Histograms, histograms, metrics};
+use crate::*;
 
 /// Counter of seconds.
 type SecondsCounter = Counter<f64, AtomicU64>;

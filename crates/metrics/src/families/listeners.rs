@@ -1,14 +1,6 @@
 //! Metrics of the listeners.
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
-
-use crate::labels::{
-    Http2ErrorLabels, ListenerLabel, ListenerOutcomeLabels, ListenerReasonLabels, OutcomeLabel,
-};
-use crate::{metrics, outcomes};
+use crate::*;
 
 metrics! {
     /// Metrics of the listeners.

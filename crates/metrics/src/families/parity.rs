@@ -1,12 +1,6 @@
 //! Metrics of the comparison between the tokens of warmroute and those of the engines.
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
-
-use crate::labels::{ModelLabel, ModelOutcomeLabels};
-use crate::metrics;
+use crate::*;
 
 metrics! {
     /// Metrics of the comparison between the tokens of warmroute and those of the engines.

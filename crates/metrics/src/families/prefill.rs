@@ -1,12 +1,6 @@
 //! Metrics of remote prefills.
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
-
-use crate::labels::{ModelLabel, OutcomeLabel};
-use crate::{Histograms, histograms, metrics, outcome_histograms, outcomes, seconds};
+use crate::*;
 
 metrics! {
     /// Metrics of remote prefills.

@@ -1,15 +1,8 @@
 //! Metrics of routed requests.
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::histogram::{Histogram, exponential_buckets, linear_buckets};
-use prometheus_client::registry::Registry;
+use prometheus_client::metrics::histogram::linear_buckets;
 
-use crate::labels::{
-    ModelRoleLabels, OutcomeLabel, PhasePlanLabel, RankLabels, ReasonLabel, RequestLabels,
-    ResponseLabels, StageLabel,
-};
-use crate::{Histograms, histograms, metrics, outcomes, seconds, stages, token_seconds};
+use crate::*;
 
 metrics! {
     /// Metrics of routed requests.

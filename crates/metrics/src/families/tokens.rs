@@ -1,12 +1,6 @@
 //! Metrics of tokenization.
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
-
-use crate::labels::{ModelOutcomeLabels, OutcomeLabel};
-use crate::{metrics, outcomes};
+use crate::*;
 
 metrics! {
     /// Metrics of tokenization.

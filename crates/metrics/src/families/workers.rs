@@ -1,15 +1,6 @@
 //! Metrics of the fleet, its discovery and the load of its workers.
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
-
-use crate::labels::{
-    OutcomeLabel, RankFailureLabels, RankLabels, RankTierLabels, SettingLabel, SourceLabel,
-    WorkerLabels,
-};
-use crate::{FloatGauge, OptionalGauge, metrics, outcomes};
+use crate::*;
 
 metrics! {
     /// Metrics of the fleet, its discovery and the load of its workers.

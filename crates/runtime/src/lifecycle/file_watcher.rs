@@ -15,6 +15,8 @@ use notify::{Event, EventKind, RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
+use super::directory;
+
 /// Maximum number of debounce periods before the files are read even if notifications continue.
 const MAX_DEBOUNCE_ROUNDS: u32 = 10;
 
@@ -78,20 +80,13 @@ fn watch_directories(files: &[PathBuf], change: Arc<Notify>) -> Option<Recommend
             tracing::warn!(%error, "file watcher unavailable; files are only polled");
         })
         .ok()?;
-    let directories: BTreeSet<&Path> = files.iter().map(|file| directory_of(file)).collect();
+    let directories: BTreeSet<&Path> = files.iter().map(|file| directory::of(file)).collect();
     for directory in directories {
         if let Err(error) = watcher.watch(directory, RecursiveMode::NonRecursive) {
             tracing::warn!(directory = %directory.display(), %error, "directory cannot be watched; its files are only polled");
         }
     }
     Some(watcher)
-}
-
-fn directory_of(file: &Path) -> &Path {
-    let directory = file
-        .parent()
-        .filter(|directory| !directory.as_os_str().is_empty());
-    directory.unwrap_or(Path::new("."))
 }
 
 /// Returns true unless the event is a read, because the reload itself opens the files.

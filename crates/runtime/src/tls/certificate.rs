@@ -119,12 +119,7 @@ impl CertificateMaterial {
 
     /// Checks that the contents are usable. The check does not create a self-signed certificate.
     pub(super) fn check(&self) -> Result<(), TlsError> {
-        let identity = if self.pair.is_some() {
-            self.identity()?
-        } else {
-            None
-        };
-        let identity = identity.map_or_else(self_signed, Ok)?;
+        let identity = self.identity()?.map_or_else(self_signed, Ok)?;
         self.server_config(&identity, &[]).map(drop)
     }
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 use tokio_rustls::server::TlsStream;
+use tokio_util::either::Either;
 use warmroute_http2_filter::Http2Filter;
 
 use super::connection_table::ConnectionUse;
@@ -22,11 +23,8 @@ const HTTP1_GREETING: usize = 16;
 /// reading, because its kernel still responds.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Byte stream of a connection.
-pub(super) enum ConnectionIo<S> {
-    Plain(S),
-    Tls(Box<TlsStream<S>>),
-}
+/// Byte stream of a connection, plain or with TLS.
+pub(super) type ConnectionIo<S> = Either<S, Box<TlsStream<S>>>;
 
 /// Maximum time that a connection waits for its client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,8 +102,8 @@ impl<S> AcceptedConnection<S> {
             ConnectionProtocol::Http1 { io, .. } => io,
         };
         match io {
-            ConnectionIo::Plain(socket) => socket,
-            ConnectionIo::Tls(stream) => stream.get_ref().0,
+            Either::Left(socket) => socket,
+            Either::Right(stream) => stream.get_ref().0,
         }
     }
 
@@ -298,63 +296,5 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for AcceptedConnection<S> {
         let this = self.get_mut();
         let polled = delegate!(this, io => Pin::new(io).poll_shutdown(cx));
         this.after_write(cx, polled)
-    }
-}
-
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for ConnectionIo<S> {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_read(cx, buf),
-            Self::Tls(stream) => Pin::new(stream).poll_read(cx, buf),
-        }
-    }
-}
-
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ConnectionIo<S> {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        octets: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_write(cx, octets),
-            Self::Tls(stream) => Pin::new(stream).poll_write(cx, octets),
-        }
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        slices: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, slices),
-            Self::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
-        }
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        match self {
-            Self::Plain(socket) => socket.is_write_vectored(),
-            Self::Tls(stream) => stream.is_write_vectored(),
-        }
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_flush(cx),
-            Self::Tls(stream) => Pin::new(stream).poll_flush(cx),
-        }
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
-            Self::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
-        }
     }
 }

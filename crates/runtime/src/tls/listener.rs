@@ -84,7 +84,7 @@ where
     fn on_socket(&mut self, socket: S) -> Option<AcceptedConnection<S>> {
         let slot = ListenerContext::admit(&self.context, socket.peer_address())?;
         let Some(acceptor) = &self.context.profile.tls else {
-            return Some(slot.into_connection(ConnectionIo::Plain(socket)));
+            return Some(slot.into_connection(ConnectionIo::Left(socket)));
         };
         let server = acceptor.current();
         self.handshakes
@@ -148,7 +148,7 @@ impl ConnectionSlot {
         match accepted {
             Ok(Ok(stream)) => {
                 context.on_handshake("done");
-                Some(self.into_connection(ConnectionIo::Tls(Box::new(stream))))
+                Some(self.into_connection(ConnectionIo::Right(Box::new(stream))))
             }
             Ok(Err(error)) => {
                 context.on_handshake("failed");

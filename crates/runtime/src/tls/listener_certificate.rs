@@ -68,17 +68,10 @@ impl ListenerCertificate {
             .source()
             .map_err(|problem| TlsError::plain(problem.text))?;
         let material = CertificateMaterial::read(&source, config.client_ca.as_deref())?;
-        let read = material.identity()?;
-        let own = if read.is_none() {
-            Some(certificate::self_signed()?)
-        } else {
-            None
-        };
-        let Some(identity) = read.as_ref().or(own.as_ref()) else {
-            return Err(TlsError::plain("no certificate is configured"));
-        };
-        let server = material.server_config(identity, protocol.alpn_protocols())?;
-        let expires = identity.expires;
+        let self_signed = (source == CertificateSource::SelfSigned)
+            .then(certificate::self_signed)
+            .transpose()?;
+        let (server, expires) = build_server_config(&material, self_signed.as_ref(), protocol)?;
         let acceptor = Self {
             listener,
             protocol,
@@ -90,7 +83,7 @@ impl ListenerCertificate {
                 error: None,
             }),
             metrics,
-            self_signed: own,
+            self_signed,
         };
         acceptor.publish_expiry(expires);
         info!(
@@ -125,19 +118,6 @@ impl ListenerCertificate {
         }
     }
 
-    fn build_server_config(
-        &self,
-        material: &CertificateMaterial,
-    ) -> Result<(ServerConfig, i64), TlsError> {
-        let read = material.identity()?;
-        let identity = read.as_ref().or(self.self_signed.as_ref());
-        let identity = identity.ok_or_else(|| TlsError::plain("no certificate is configured"))?;
-        Ok((
-            material.server_config(identity, self.protocol.alpn_protocols())?,
-            identity.expires,
-        ))
-    }
-
     /// Logs unusable files, once for each content and error.
     fn record_error(&self, read: &mut LastRead, content: Option<blake3::Hash>, error: TlsError) {
         let problem = Some((content, error));
@@ -161,6 +141,19 @@ impl ListenerCertificate {
             })
             .inc();
     }
+}
+
+/// Builds the server configuration. Returns it with the expiry time of its certificate.
+fn build_server_config(
+    material: &CertificateMaterial,
+    self_signed: Option<&ServerIdentity>,
+    protocol: ListenerProtocol,
+) -> Result<(ServerConfig, i64), TlsError> {
+    let read = material.identity()?;
+    let identity = read.as_ref().or(self_signed);
+    let identity = identity.ok_or_else(|| TlsError::plain("no certificate is configured"))?;
+    let server = material.server_config(identity, protocol.alpn_protocols())?;
+    Ok((server, identity.expires))
 }
 
 impl FileBacked for ListenerCertificate {
@@ -190,7 +183,7 @@ impl FileBacked for ListenerCertificate {
             }
             return;
         }
-        match self.build_server_config(&material) {
+        match build_server_config(&material, self.self_signed.as_ref(), self.protocol) {
             Ok((server, expires)) => {
                 self.server.store(Arc::new(server));
                 *read = LastRead {

@@ -301,7 +301,7 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
             if tier != StorageTier::Device && count == 0 {
                 continue;
             }
-            let labels = RankTierLabels::new(&label, tier);
+            let labels = RankTierLabels::new(&label, tier.as_str());
             let limit = to_gauge(slot.limits.for_tier(tier));
             let cached = metrics.cached_blocks.get_or_create(&labels);
             cached.set(to_gauge(count));

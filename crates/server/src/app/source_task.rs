@@ -10,10 +10,10 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 use warmroute_core::fleet::FleetMember;
-use warmroute_core::freshness::{IndexFreshness, SourceStatus, StaleReason};
+use warmroute_core::freshness::{IndexFreshness, SourceLink, SourceStatus, StaleReason};
 use warmroute_core::router::Router;
 use warmroute_core::worker::WorkerRank;
-use warmroute_engines::kv_events::{self, RankSink, SourceMonitor, SourceSpec, SourceState};
+use warmroute_engines::kv_events::{self, RankSink, SourceMonitor, SourceSpec};
 use warmroute_metrics::{Metrics, TaskLabels};
 use warmroute_runtime::lifecycle::{ReadyGuard, supervise};
 
@@ -76,7 +76,7 @@ pub(super) struct SourceTask {
 impl SourceTask {
     /// Runs the source until it is stopped.
     pub(super) async fn run(mut self, ready: Option<ReadyGuard>, stop: CancellationToken) {
-        let (state, states) = watch::channel(SourceState::Connecting);
+        let (state, states) = watch::channel(SourceLink::Connecting);
         let monitor = SourceMonitor::default();
         self.router
             .sources()
@@ -145,13 +145,13 @@ impl SourceTask {
     /// caught up or the deadline has passed.
     async fn follow_state(
         &self,
-        mut states: watch::Receiver<SourceState>,
+        mut states: watch::Receiver<SourceLink>,
         monitor: &SourceMonitor,
         mut ready: Option<ReadyGuard>,
     ) {
         let mut next_check = Instant::now();
         loop {
-            let live = *states.borrow_and_update() == SourceState::Live;
+            let live = *states.borrow_and_update() == SourceLink::Attached;
             self.publish_status(monitor.status());
             if live {
                 // The change of the freshness was logged, so the end of the step is not.
@@ -226,10 +226,10 @@ impl SourceTask {
 }
 
 /// Resets the state to connecting on drop, because the index then contains no blocks of the rank.
-struct DetachGuard(watch::Sender<SourceState>);
+struct DetachGuard(watch::Sender<SourceLink>);
 
 impl Drop for DetachGuard {
     fn drop(&mut self) {
-        self.0.send_replace(SourceState::Connecting);
+        self.0.send_replace(SourceLink::Connecting);
     }
 }

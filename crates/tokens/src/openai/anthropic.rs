@@ -8,67 +8,53 @@
 //! without such a capture, its prompt is unknown.
 
 use serde::Deserialize;
-use serde::de::Deserializer;
 use serde_json::value::RawValue;
 
 use super::chat::{self, ChatMessage, ChatPrompt, ForwardedPrompt, MessageContent};
 use super::content_part::{ContentPart, TypedPart};
 use super::error::ParseError;
+use super::fold::{FoldSequence, folded};
 use super::json::{self, JsonObject, JsonValue};
-use super::lax;
+use super::lax::{LaxBool, LaxInteger};
 use super::request::{ApiRequest, PromptInput};
 
-mod fold;
 mod image_source;
 mod tools;
 
-use fold::{FoldSequence, fold_sequence};
 use image_source::ImageSource;
 use tools::ToolChange;
 
 /// Prefix of a line that Claude Code changes with every request. vLLM removes the line, because it
 /// would prevent prefix cache hits.
-const BILLING_HEADER_PREFIX: &str = "x-anthropic-billing-header";
+pub(crate) const BILLING_HEADER_PREFIX: &str = "x-anthropic-billing-header";
 
 #[derive(Deserialize)]
 struct MessagesBody<'a> {
-    #[serde(default)]
     model: Option<String>,
-    #[serde(default, deserialize_with = "lax::flag")]
-    stream: Option<bool>,
-    #[serde(default, deserialize_with = "lax::integer")]
-    max_tokens: Option<u64>,
-    #[serde(default)]
+    stream: Option<LaxBool>,
+    max_tokens: Option<LaxInteger<u64>>,
     cache_salt: Option<String>,
-    #[serde(default)]
     system: Option<SystemPrompt>,
-    #[serde(default)]
     messages: Option<FoldedMessages>,
-    #[serde(default)]
     tools: Option<Vec<JsonValue>>,
-    #[serde(default)]
     tool_choice: Option<JsonValue>,
-    #[serde(default)]
     output_config: Option<OutputConfig>,
-    #[serde(default)]
     thinking: Option<ThinkingOptions>,
     #[serde(default, deserialize_with = "json::object")]
     chat_template_kwargs: Option<JsonObject>,
-    #[serde(default)]
     kv_transfer_params: Option<ForwardedPrompt>,
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     nvext: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
 struct OutputConfig {
-    #[serde(default)]
     effort: Option<String>,
 }
 
 #[derive(Deserialize)]
 struct ThinkingOptions {
-    #[serde(default, rename = "type")]
+    #[serde(rename = "type")]
     kind: Option<String>,
 }
 
@@ -84,8 +70,8 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
         .sum::<usize>();
     let text_bytes = turns.text_bytes + system.len() + sent;
     let request = ApiRequest {
-        stream: body.stream.unwrap_or(false),
-        max_output_tokens: body.max_tokens,
+        stream: body.stream.is_some_and(LaxBool::get),
+        max_output_tokens: body.max_tokens.map(LaxInteger::get),
         cache_salt: body.cache_salt,
         nvext: body.nvext.map(|raw| raw.get().into()),
         ..ApiRequest::untokenized(body.model, text_bytes)
@@ -118,9 +104,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
         is_thinking_disabled: body
             .thinking
             .is_some_and(|thinking| thinking.kind.as_deref() == Some("disabled")),
-        has_forwarded_tokens: body
-            .kv_transfer_params
-            .is_some_and(|params| params.has_tokens()),
+        has_forwarded_tokens: ForwardedPrompt::is_in(body.kv_transfer_params),
         ..ChatPrompt::default()
     };
     Ok(ApiRequest {
@@ -169,23 +153,14 @@ struct FoldedBlocks {
 struct ContentBlock {
     #[serde(rename = "type")]
     kind: String,
-    #[serde(default)]
     text: Option<String>,
-    #[serde(default)]
     source: Option<ImageSource>,
-    #[serde(default)]
     id: Option<String>,
-    #[serde(default)]
     tool_use_id: Option<String>,
-    #[serde(default)]
     name: Option<String>,
-    #[serde(default)]
     input: Option<Box<RawValue>>,
-    #[serde(default)]
     content: Option<ToolResultContent>,
-    #[serde(default)]
     thinking: Option<String>,
-    #[serde(default)]
     tool: Option<JsonValue>,
 }
 
@@ -242,17 +217,15 @@ impl FoldedMessages {
         }
         self.messages.push(if is_user {
             ChatMessage {
-                role: "user".to_owned(),
                 content,
-                ..ChatMessage::default()
+                ..ChatMessage::with_role("user")
             }
         } else {
             ChatMessage {
-                role: "assistant".to_owned(),
                 content,
                 tool_calls: Some(tool_calls).filter(|tool_calls| !tool_calls.is_empty()),
                 reasoning,
-                ..ChatMessage::default()
+                ..ChatMessage::with_role("assistant")
             }
         });
         Some(())
@@ -343,11 +316,9 @@ impl FoldedBlocks {
                     ..ChatMessage::with_text("tool", text)
                 });
                 if !images.is_empty() {
-                    let content = Some(MessageContent::Parts(images));
                     self.tool_results.push(ChatMessage {
-                        role: "user".to_owned(),
-                        content,
-                        ..ChatMessage::default()
+                        content: Some(MessageContent::Parts(images)),
+                        ..ChatMessage::with_role("user")
                     });
                 }
             }
@@ -464,16 +435,6 @@ impl FoldSequence for ToolResultContent {
             _ => self.is_unsupported |= !block.is_object(),
         }
     }
-}
-
-macro_rules! folded {
-    ($($kind:ident),*) => {
-        $(impl<'de> Deserialize<'de> for $kind {
-            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-                fold_sequence(deserializer)
-            }
-        })*
-    };
 }
 
 folded!(

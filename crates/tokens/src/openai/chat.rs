@@ -14,7 +14,7 @@ use serde_json::value::RawValue;
 use super::content_part::{ContentPart, MediaItem};
 use super::error::ParseError;
 use super::json::{self, JsonObject, JsonValue};
-use super::lax;
+use super::lax::{LaxBool, LaxInteger};
 use super::message_cache::{MessageCache, MessageReuse};
 use super::message_text::MessageText;
 use super::plain_messages::{self, PlainMessages};
@@ -65,31 +65,23 @@ pub struct ChatMessage {
     /// Role of the author.
     pub role: String,
     /// Content; absent in messages that only call tools.
-    #[serde(default)]
     pub content: Option<MessageContent>,
     /// Name of the author.
-    #[serde(default)]
     pub name: Option<JsonValue>,
     /// Task instruction that some templates read.
-    #[serde(default)]
     pub task: Option<JsonValue>,
     /// Tool calls of the assistant, unchanged.
-    #[serde(default)]
     pub tool_calls: Option<Vec<JsonValue>>,
     /// True if the engine builds the tool calls itself, which changes the order of their keys.
     #[serde(skip)]
     pub has_converted_calls: bool,
     /// Id of the tool call that this message answers.
-    #[serde(default)]
     pub tool_call_id: Option<String>,
     /// Reasoning of the assistant.
-    #[serde(default)]
     pub reasoning: Option<String>,
     /// Older name of `reasoning`.
-    #[serde(default)]
     pub reasoning_content: Option<String>,
     /// Tools defined by a developer message.
-    #[serde(default)]
     pub tools: Option<JsonValue>,
 }
 
@@ -169,12 +161,19 @@ impl ChatPrompt {
 }
 
 impl ChatMessage {
-    /// Creates a message with text content.
-    pub(super) fn with_text(role: &str, text: String) -> Self {
+    /// Creates a message without content.
+    pub(super) fn with_role(role: &str) -> Self {
         Self {
             role: role.to_owned(),
-            content: Some(MessageContent::Text(text.into())),
             ..Self::default()
+        }
+    }
+
+    /// Creates a message with text content.
+    pub(crate) fn with_text(role: &str, text: String) -> Self {
+        Self {
+            content: Some(MessageContent::Text(text.into())),
+            ..Self::with_role(role)
         }
     }
 
@@ -206,54 +205,34 @@ impl MessageContent {
 
 #[derive(Deserialize)]
 struct ChatBody<'a> {
-    #[serde(default)]
     model: Option<String>,
-    #[serde(default, deserialize_with = "lax::flag")]
-    stream: Option<bool>,
-    #[serde(default)]
+    stream: Option<LaxBool>,
     cache_salt: Option<String>,
-    #[serde(default, deserialize_with = "lax::integer")]
-    max_tokens: Option<u64>,
-    #[serde(default, deserialize_with = "lax::integer")]
-    max_completion_tokens: Option<u64>,
-    #[serde(default)]
+    max_tokens: Option<LaxInteger<u64>>,
+    max_completion_tokens: Option<LaxInteger<u64>>,
     messages: Option<Vec<ChatMessage>>,
-    #[serde(default)]
     tools: Option<Vec<JsonValue>>,
-    #[serde(default)]
     documents: Option<Vec<JsonValue>>,
-    #[serde(default, deserialize_with = "lax::flag")]
-    add_generation_prompt: Option<bool>,
-    #[serde(default, deserialize_with = "lax::flag")]
-    continue_final_message: Option<bool>,
-    #[serde(default)]
+    add_generation_prompt: Option<LaxBool>,
+    continue_final_message: Option<LaxBool>,
     chat_template: Option<String>,
     #[serde(default, deserialize_with = "json::object")]
     chat_template_kwargs: Option<JsonObject>,
-    #[serde(default)]
     reasoning_effort: Option<String>,
-    #[serde(default)]
     tool_choice: Option<JsonValue>,
-    #[serde(default)]
     input_ids: Option<IgnoredAny>,
     #[serde(default, deserialize_with = "json::object")]
     media_io_kwargs: Option<JsonObject>,
     #[serde(default, deserialize_with = "json::object")]
     mm_processor_kwargs: Option<JsonObject>,
-    #[serde(default)]
     kv_transfer_params: Option<ForwardedPrompt>,
-    #[serde(default, deserialize_with = "lax::flag")]
-    add_special_tokens: Option<bool>,
-    #[serde(default, deserialize_with = "lax::integer")]
-    truncate_prompt_tokens: Option<i64>,
-    #[serde(default, borrow)]
+    add_special_tokens: Option<LaxBool>,
+    truncate_prompt_tokens: Option<LaxInteger<i64>>,
+    #[serde(borrow)]
     nvext: Option<&'a RawValue>,
-    #[serde(default)]
     truncation_side: Option<TruncationSide>,
-    #[serde(default)]
     prompt_logprobs: Option<IgnoredAny>,
-    #[serde(default, deserialize_with = "lax::flag")]
-    echo: Option<bool>,
+    echo: Option<LaxBool>,
     #[serde(default = "default_top_logprobs")]
     top_logprobs: Option<IgnoredAny>,
 }
@@ -267,14 +246,13 @@ fn default_top_logprobs() -> Option<IgnoredAny> {
 /// KV transfer parameters that another engine may send with a request.
 #[derive(Deserialize)]
 pub(super) struct ForwardedPrompt {
-    #[serde(default)]
     prompt_token_ids: Option<IgnoredAny>,
 }
 
 impl ForwardedPrompt {
     /// Returns true if the parameters contain the prompt's token ids.
-    pub(super) fn has_tokens(&self) -> bool {
-        self.prompt_token_ids.is_some()
+    pub(super) fn is_in(params: Option<Self>) -> bool {
+        params.is_some_and(|params| params.prompt_token_ids.is_some())
     }
 }
 
@@ -342,35 +320,33 @@ fn parse_body(
             .any(|options| !options.is_empty()),
         tools: body.tools,
         documents: body.documents,
-        add_generation_prompt: body.add_generation_prompt.unwrap_or(true),
-        continue_final_message: body.continue_final_message.unwrap_or(false),
+        add_generation_prompt: body.add_generation_prompt.is_none_or(LaxBool::get),
+        continue_final_message: body.continue_final_message.is_some_and(LaxBool::get),
         chat_template: body.chat_template,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.reasoning_effort,
         tool_choice: body.tool_choice,
-        is_converted: false,
-        is_thinking_disabled: false,
         has_input_ids: body.input_ids.is_some(),
-        has_forwarded_tokens: body
-            .kv_transfer_params
-            .is_some_and(|params| params.has_tokens()),
-        allows_inline_system_messages: false,
-        is_pooling: false,
+        has_forwarded_tokens: ForwardedPrompt::is_in(body.kv_transfer_params),
+        ..ChatPrompt::default()
     };
     let prompt = PromptInput::Chat(Box::new(chat));
     Ok(ApiRequest {
-        stream: body.stream.unwrap_or(false),
+        stream: body.stream.is_some_and(LaxBool::get),
         cache_salt: body.cache_salt,
-        max_output_tokens: body.max_completion_tokens.or(body.max_tokens),
+        max_output_tokens: body
+            .max_completion_tokens
+            .or(body.max_tokens)
+            .map(LaxInteger::get),
         tokenization: TokenizationOptions {
-            add_special_tokens: body.add_special_tokens,
-            truncate_prompt_tokens: body.truncate_prompt_tokens,
+            add_special_tokens: body.add_special_tokens.map(LaxBool::get),
+            truncate_prompt_tokens: body.truncate_prompt_tokens.map(LaxInteger::get),
             truncation_side: body.truncation_side,
             ..TokenizationOptions::default()
         },
         nvext: body.nvext.map(|raw| raw.get().into()),
         returns_prompt_logprobs: body.prompt_logprobs.is_some()
-            || body.echo == Some(true) && body.top_logprobs.is_some(),
+            || body.echo.is_some_and(LaxBool::get) && body.top_logprobs.is_some(),
         ..ApiRequest::with_prompt(body.model, prompt)
     })
 }

@@ -12,7 +12,7 @@ use serde::de::{Deserializer, Error as _, IgnoredAny, SeqAccess, Unexpected, Vis
 use serde_json::value::RawValue;
 
 use super::error::ParseError;
-use super::lax;
+use super::lax::LaxBool;
 use super::request::{ApiRequest, PromptInput, TokenizationOptions, TruncationSide};
 
 /// Maximum number of prompts per request.
@@ -23,31 +23,19 @@ const DEFAULT_MAX_TOKENS: u64 = 16;
 
 #[derive(Deserialize)]
 struct CompletionBody<'a> {
-    #[serde(default)]
     model: Option<String>,
-    #[serde(default)]
     stream: Option<bool>,
-    #[serde(default)]
     cache_salt: Option<String>,
-    #[serde(default)]
     max_tokens: Option<u64>,
-    #[serde(default)]
     prompt: Option<PromptList>,
-    #[serde(default)]
     prompt_embeds: Option<IgnoredAny>,
-    #[serde(default)]
     add_special_tokens: Option<bool>,
-    #[serde(default)]
     truncate_prompt_tokens: Option<i64>,
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     nvext: Option<&'a RawValue>,
-    #[serde(default)]
     truncation_side: Option<TruncationSide>,
-    #[serde(default)]
     prompt_logprobs: Option<IgnoredAny>,
-    #[serde(default, deserialize_with = "lax::flag")]
-    echo: Option<bool>,
-    #[serde(default)]
+    echo: Option<LaxBool>,
     logprobs: Option<IgnoredAny>,
 }
 
@@ -73,7 +61,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
         },
         nvext: body.nvext.map(|raw| raw.get().into()),
         returns_prompt_logprobs: body.prompt_logprobs.is_some()
-            || body.echo == Some(true) && body.logprobs.is_some(),
+            || body.echo.is_some_and(LaxBool::get) && body.logprobs.is_some(),
         ..ApiRequest::with_prompt(body.model, prompt)
     })
 }

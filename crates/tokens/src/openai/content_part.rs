@@ -281,15 +281,11 @@ impl TypedPart {
 struct RawPart {
     kind: Option<String>,
     text: Option<String>,
-    refusal: Option<String>,
-    thinking: Option<String>,
-    name: Option<String>,
-    uuid: Option<JsonValue>,
+    extras: PartExtras,
     image_url: Option<UrlField>,
     audio_url: Option<UrlField>,
     video_url: Option<UrlField>,
     input_audio: Option<InputAudioField>,
-    unknown_keys: JsonObject,
 }
 
 #[derive(Deserialize)]
@@ -342,21 +338,22 @@ impl RawPart {
         match &*key {
             "type" => self.kind = part.next_value()?,
             "text" => self.text = part.next_value()?,
-            "refusal" => self.refusal = part.next_value()?,
-            "thinking" => self.thinking = part.next_value()?,
+            "refusal" => self.extras.refusal = part.next_value()?,
+            "thinking" => self.extras.thinking = part.next_value()?,
             "name" => {
-                self.name = match part.next_value()? {
+                self.extras.name = match part.next_value()? {
                     NameField::Text(name) => Some(name),
                     NameField::Other(IgnoredAny) => None,
                 }
             }
-            "uuid" => self.uuid = part.next_value()?,
+            "uuid" => self.extras.uuid = part.next_value()?,
             "image_url" => self.image_url = Some(part.next_value()?),
             "audio_url" => self.audio_url = Some(part.next_value()?),
             "video_url" => self.video_url = Some(part.next_value()?),
             "input_audio" => self.input_audio = Some(part.next_value()?),
             _ => {
-                self.unknown_keys
+                self.extras
+                    .unknown_keys
                     .insert(key.into_owned(), part.next_value()?);
             }
         }
@@ -370,7 +367,7 @@ impl RawPart {
         let sound =
             |wire: &mut Self| Some((MediaModality::Audio, wire.input_audio.take()?.source()));
         let video = |wire: &mut Self| Some((MediaModality::Video, wire.video_url.take()?.source()));
-        match self.kind.as_deref().filter(|_| self.uuid.is_none()) {
+        match self.kind.as_deref().filter(|_| self.extras.uuid.is_none()) {
             Some("image_url" | "input_image") => image(self),
             Some("audio_url") => audio(self),
             Some("input_audio") => sound(self),
@@ -379,7 +376,7 @@ impl RawPart {
             None if self.image_url.is_some() => image(self),
             None if EMBEDDING_KEYS
                 .iter()
-                .any(|key| self.unknown_keys.contains_key(*key)) =>
+                .any(|key| self.extras.unknown_keys.contains_key(*key)) =>
             {
                 None
             }
@@ -397,33 +394,22 @@ impl From<RawPart> for TypedPart {
             JsonValue::Integer(number) => Some(number.to_string()),
             _ => None,
         };
-        let name = wire.uuid.as_ref().map(name_of);
+        let name = wire.extras.uuid.as_ref().map(name_of);
         let media = media.filter(|_| name != Some(None));
         let media = media.map(|(modality, source)| MediaItem {
             modality,
             source,
             uuid: name.flatten(),
         });
-        let RawPart {
-            kind,
-            text,
-            refusal,
-            thinking,
-            name,
-            uuid,
-            unknown_keys,
-            ..
-        } = wire;
         let extras = PartExtras {
-            refusal,
-            thinking,
-            name,
-            uuid,
             media,
-            unknown_keys,
+            ..wire.extras
         };
-        let extras = (extras != PartExtras::default()).then(|| Box::new(extras));
-        Self { kind, text, extras }
+        Self {
+            kind: wire.kind,
+            text: wire.text,
+            extras: (extras != PartExtras::default()).then(|| Box::new(extras)),
+        }
     }
 }
 

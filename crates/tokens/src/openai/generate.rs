@@ -12,76 +12,58 @@ use serde_json::value::RawValue;
 
 use super::completion::PromptList;
 use super::error::ParseError;
-use super::lax::{self, LaxInteger};
-use super::request::{ApiRequest, PromptInput, UnknownPrompt, UnknownPromptReason};
+use super::lax::{LaxBool, LaxInteger};
+use super::request::{ApiRequest, PromptInput, UnknownPromptReason};
 use super::untokenized::BYTES_PER_TOKEN;
 
 #[derive(Deserialize)]
 struct SglangGenerateBody<'a> {
-    #[serde(default)]
     model: Option<String>,
-    #[serde(default)]
     lora_path: Option<Value>,
-    #[serde(default)]
     stream: Option<bool>,
-    #[serde(default)]
     text: Option<PromptList>,
-    #[serde(default)]
     input_ids: Option<PromptList>,
-    #[serde(default)]
     input_embeds: Option<IgnoredAny>,
-    #[serde(default)]
     image_data: Option<IgnoredAny>,
-    #[serde(default)]
     video_data: Option<IgnoredAny>,
-    #[serde(default)]
     audio_data: Option<IgnoredAny>,
     /// Extension of the cache key. KV events do not report it.
-    #[serde(default)]
     extra_key: Option<IgnoredAny>,
-    #[serde(default)]
     session_params: Option<IgnoredAny>,
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     sampling_params: Option<&'a RawValue>,
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     nvext: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
 struct VllmGenerateBody<'a> {
-    #[serde(default)]
     model: Option<String>,
-    #[serde(default, deserialize_with = "lax::flag")]
-    stream: Option<bool>,
-    #[serde(default)]
+    stream: Option<LaxBool>,
     token_ids: Option<Vec<LaxInteger<u32>>>,
     /// Media features. Some of the tokens are their placeholders.
-    #[serde(default)]
     features: Option<IgnoredAny>,
     /// Parts from which the tokens were computed. Text parts have no effect.
-    #[serde(default)]
     content_parts: Option<Vec<GenerateContentPart>>,
-    #[serde(default)]
     cache_salt: Option<String>,
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     sampling_params: Option<&'a RawValue>,
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     nvext: Option<&'a RawValue>,
 }
 
 /// A content part of a request with token ids.
 #[derive(Deserialize)]
 struct GenerateContentPart {
-    #[serde(default, rename = "type")]
+    #[serde(rename = "type")]
     kind: Option<String>,
 }
 
 /// Sampling parameters of a request.
 #[derive(Default, Deserialize)]
 struct SamplingParams {
-    #[serde(default, alias = "max_new_tokens", deserialize_with = "lax::integer")]
-    max_tokens: Option<u64>,
-    #[serde(default)]
+    #[serde(alias = "max_new_tokens")]
+    max_tokens: Option<LaxInteger<u64>>,
     prompt_logprobs: Option<IgnoredAny>,
 }
 
@@ -102,14 +84,8 @@ pub(super) fn parse_sglang(text: &str) -> Result<ApiRequest, ParseError> {
         .any(Option::is_some);
     let prompt = match (body.text, body.input_ids) {
         _ if body.session_params.is_some() => {
-            let unknown = UnknownPrompt {
-                text_bytes: text.len(),
-                reason: UnknownPromptReason::StoredInEngine,
-            };
-            return Ok(ApiRequest::with_prompt(
-                model,
-                PromptInput::Unknown(unknown),
-            ));
+            let unknown = PromptInput::unknown(text.len(), UnknownPromptReason::StoredInEngine);
+            return Ok(ApiRequest::with_prompt(model, unknown));
         }
         (prompt, _) if media || body.extra_key.is_some() => {
             let texts = prompt.map_or(0, |PromptList(prompt)| prompt.text_bytes());
@@ -128,7 +104,9 @@ pub(super) fn parse_sglang(text: &str) -> Result<ApiRequest, ParseError> {
     }
     Ok(ApiRequest {
         stream: body.stream.unwrap_or(false),
-        max_output_tokens: sampling_params(body.sampling_params).max_tokens,
+        max_output_tokens: sampling_params(body.sampling_params)
+            .max_tokens
+            .map(LaxInteger::get),
         nvext: body.nvext.map(|raw| raw.get().into()),
         ..ApiRequest::with_prompt(model, prompt)
     })
@@ -143,20 +121,16 @@ pub(super) fn parse_vllm(text: &str) -> Result<ApiRequest, ParseError> {
     let is_text = |part: &GenerateContentPart| part.kind.as_deref() == Some("text");
     let text_only = body.features.is_none() && body.content_parts.iter().flatten().all(is_text);
     let prompt = if text_only {
-        PromptInput::Tokens(vec![
-            tokens.into_iter().map(|LaxInteger(token)| token).collect(),
-        ])
+        PromptInput::Tokens(vec![tokens.into_iter().map(LaxInteger::get).collect()])
     } else {
-        PromptInput::Unknown(UnknownPrompt {
-            text_bytes: tokens.len() * BYTES_PER_TOKEN,
-            reason: UnknownPromptReason::BuiltByEngine,
-        })
+        let text_bytes = tokens.len() * BYTES_PER_TOKEN;
+        PromptInput::unknown(text_bytes, UnknownPromptReason::BuiltByEngine)
     };
     let sampling = sampling_params(body.sampling_params);
     Ok(ApiRequest {
-        stream: body.stream.unwrap_or(false),
+        stream: body.stream.is_some_and(LaxBool::get),
         cache_salt: body.cache_salt,
-        max_output_tokens: sampling.max_tokens,
+        max_output_tokens: sampling.max_tokens.map(LaxInteger::get),
         returns_prompt_logprobs: sampling.prompt_logprobs.is_some(),
         nvext: body.nvext.map(|raw| raw.get().into()),
         ..ApiRequest::with_prompt(body.model, prompt)

@@ -230,48 +230,49 @@ impl JsonReader<'_> {
 
     fn object(&mut self, depth: usize) -> Result<JsonObject, JsonError> {
         let mut object = JsonObject::new();
-        self.at += 1;
-        self.skip_space();
-        if self.consume(b'}') {
-            return Ok(object);
-        }
-        loop {
-            self.skip_space();
-            if self.rest().first() != Some(&b'"') {
+        self.elements(b'}', |reader| {
+            if reader.rest().first() != Some(&b'"') {
                 return Err(JsonError::Invalid);
             }
-            let key = self.string()?;
-            self.skip_space();
-            if !self.consume(b':') {
+            let key = reader.string()?;
+            reader.skip_space();
+            if !reader.consume(b':') {
                 return Err(JsonError::Invalid);
             }
-            self.skip_space();
-            let value = self.value(depth + 1)?;
+            reader.skip_space();
             // A repeated key replaces the value at the first position.
-            object.insert(key, value);
-            self.skip_space();
-            if self.consume(b'}') {
-                return Ok(object);
-            }
-            if !self.consume(b',') {
-                return Err(JsonError::Invalid);
-            }
-        }
+            object.insert(key, reader.value(depth + 1)?);
+            Ok(())
+        })?;
+        Ok(object)
     }
 
     fn array(&mut self, depth: usize) -> Result<Vec<JsonValue>, JsonError> {
         let mut items = Vec::new();
+        self.elements(b']', |reader| {
+            items.push(reader.value(depth + 1)?);
+            Ok(())
+        })?;
+        Ok(items)
+    }
+
+    /// Reads the elements of a container up to its closing bracket.
+    fn elements(
+        &mut self,
+        closing: u8,
+        mut read: impl FnMut(&mut Self) -> Result<(), JsonError>,
+    ) -> Result<(), JsonError> {
         self.at += 1;
         self.skip_space();
-        if self.consume(b']') {
-            return Ok(items);
+        if self.consume(closing) {
+            return Ok(());
         }
         loop {
             self.skip_space();
-            items.push(self.value(depth + 1)?);
+            read(self)?;
             self.skip_space();
-            if self.consume(b']') {
-                return Ok(items);
+            if self.consume(closing) {
+                return Ok(());
             }
             if !self.consume(b',') {
                 return Err(JsonError::Invalid);

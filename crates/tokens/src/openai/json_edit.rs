@@ -21,17 +21,8 @@ pub struct FieldEdit<'a> {
     pub key: &'a str,
     /// New value as JSON.
     pub json: &'a [u8],
-    /// Action if the key is missing.
-    pub missing_key: MissingKeyAction,
-}
-
-/// Action for a missing key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MissingKeyAction {
-    /// Inserts the key as the first field.
-    Insert,
-    /// Leaves the body unchanged.
-    Skip,
+    /// True if a missing key is inserted as the first field.
+    pub inserts_missing_key: bool,
 }
 
 impl<'a> FieldEdit<'a> {
@@ -40,7 +31,7 @@ impl<'a> FieldEdit<'a> {
         Self {
             key,
             json,
-            missing_key: MissingKeyAction::Insert,
+            inserts_missing_key: true,
         }
     }
 
@@ -49,7 +40,7 @@ impl<'a> FieldEdit<'a> {
         Self {
             key,
             json,
-            missing_key: MissingKeyAction::Skip,
+            inserts_missing_key: false,
         }
     }
 }
@@ -87,7 +78,7 @@ pub fn apply_edits(body: &[u8], edits: &[FieldEdit<'_>]) -> Option<Vec<u8>> {
     let mut added = edits
         .iter()
         .enumerate()
-        .filter(|(at, edit)| edit.missing_key == MissingKeyAction::Insert && times(*at) == 0);
+        .filter(|(at, edit)| edit.inserts_missing_key && times(*at) == 0);
     let mut any = false;
     for (_, edit) in &mut added {
         edited.extend_from_slice(if any { b"," } else { b"" });

@@ -11,21 +11,21 @@ use serde::de::{self, Deserialize, Deserializer, Unexpected, Visitor};
 const MAX_EXACT_INTEGER: f64 = 9_007_199_254_740_992.0;
 
 /// An integer in lax mode.
-pub(super) struct LaxInteger<T>(pub(super) T);
+pub(super) struct LaxInteger<T>(T);
 
 /// A boolean in lax mode.
-pub(super) struct LaxBool(pub(super) bool);
+pub(super) struct LaxBool(bool);
 
-/// Deserializes an integer field that may be absent or `null`.
-pub(super) fn integer<'de, D: Deserializer<'de>, T: TryFrom<i128>>(
-    deserializer: D,
-) -> Result<Option<T>, D::Error> {
-    Ok(Option::<LaxInteger<T>>::deserialize(deserializer)?.map(|LaxInteger(number)| number))
+impl<T> LaxInteger<T> {
+    pub(super) fn get(self) -> T {
+        self.0
+    }
 }
 
-/// Deserializes a boolean field that may be absent or `null`.
-pub(super) fn flag<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<bool>, D::Error> {
-    Ok(Option::<LaxBool>::deserialize(deserializer)?.map(|LaxBool(flag)| flag))
+impl LaxBool {
+    pub(super) fn get(self) -> bool {
+        self.0
+    }
 }
 
 impl<'de, T: TryFrom<i128>> Deserialize<'de> for LaxInteger<T> {

@@ -4,6 +4,8 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+use percent_encoding::percent_decode_str;
+
 use super::api::ApiKind;
 use warmroute_settings::Problem;
 
@@ -77,32 +79,13 @@ fn ends_with(path: &str, suffix: &str) -> bool {
         .is_some_and(|before| before.is_empty() || before.ends_with('/'))
 }
 
-/// Decodes percent escapes. Invalid escapes are not changed.
-fn percent_decode(path: &str) -> String {
-    let mut bytes = Vec::with_capacity(path.len());
-    let mut rest = path.as_bytes();
-    while let [first, after @ ..] = rest {
-        let digit = |at: usize| char::from(*after.get(at)?).to_digit(16);
-        let code = (*first == b'%')
-            .then(|| Some(digit(0)? << 4 | digit(1)?))
-            .flatten();
-        bytes.push(
-            code.and_then(|code| u8::try_from(code).ok())
-                .unwrap_or(*first),
-        );
-        rest = if code.is_some() { &after[2..] } else { after };
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
-}
-
 /// Returns a path without its query and trailing slashes. Engines decode paths, so an encoded path
 /// must not bypass routing.
 fn plain_path(path: &str) -> Cow<'_, str> {
     let path = path.split_once(['?', '#']).map_or(path, |(path, _)| path);
-    if path.contains('%') {
-        percent_decode(path).trim_end_matches('/').to_owned().into()
-    } else {
-        path.trim_end_matches('/').into()
+    match percent_decode_str(path).decode_utf8_lossy() {
+        Cow::Borrowed(path) => path.trim_end_matches('/').into(),
+        Cow::Owned(path) => path.trim_end_matches('/').to_owned().into(),
     }
 }
 

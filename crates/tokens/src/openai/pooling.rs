@@ -17,34 +17,22 @@ use super::request::{ApiRequest, PromptInput, TokenizationOptions, TruncationSid
 
 #[derive(Deserialize)]
 struct PoolingBody<'a> {
-    #[serde(default)]
     model: Option<String>,
-    #[serde(default)]
     input: Option<PromptList>,
-    #[serde(default)]
     messages: Option<Vec<ChatMessage>>,
     /// Input of an engine plugin, which only the plugin can interpret.
-    #[serde(default)]
     data: Option<IgnoredAny>,
-    #[serde(default)]
     padding: Option<String>,
-    #[serde(default)]
     cache_salt: Option<String>,
-    #[serde(default)]
     add_generation_prompt: Option<bool>,
-    #[serde(default)]
     continue_final_message: Option<bool>,
-    #[serde(default)]
     chat_template: Option<String>,
     #[serde(default, deserialize_with = "json::object")]
     chat_template_kwargs: Option<JsonObject>,
-    #[serde(default)]
     add_special_tokens: Option<bool>,
-    #[serde(default)]
     truncate_prompt_tokens: Option<i64>,
-    #[serde(default)]
     truncation_side: Option<TruncationSide>,
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     nvext: Option<&'a RawValue>,
 }
 

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use super::chat::ChatPrompt;
 
 /// One request with the fields that routing needs.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct ApiRequest {
     /// Requested model or LoRA adapter.
     pub model: Option<String>,
@@ -34,15 +34,8 @@ impl ApiRequest {
     pub(super) fn with_prompt(model: Option<String>, prompt: PromptInput) -> Self {
         Self {
             model,
-            stream: false,
             prompt,
-            cache_salt: None,
-            max_output_tokens: None,
-            tokenization: TokenizationOptions::default(),
-            nvext: None,
-            previous_response_id: None,
-            stores_response: false,
-            returns_prompt_logprobs: false,
+            ..Self::default()
         }
     }
 
@@ -68,15 +61,16 @@ impl ApiRequest {
     pub(super) fn untokenized(model: Option<String>, text_bytes: usize) -> Self {
         Self::with_prompt(
             model,
-            PromptInput::Unknown(UnknownPrompt {
-                text_bytes,
-                reason: UnknownPromptReason::BuiltByEngine,
-            }),
+            PromptInput::unknown(text_bytes, UnknownPromptReason::BuiltByEngine),
         )
     }
 }
 
 impl PromptInput {
+    pub(super) fn unknown(text_bytes: usize, reason: UnknownPromptReason) -> Self {
+        Self::Unknown(UnknownPrompt { text_bytes, reason })
+    }
+
     /// Returns the number of bytes of text in the prompt.
     pub(super) fn text_bytes(&self) -> usize {
         match self {
@@ -89,7 +83,7 @@ impl PromptInput {
 }
 
 /// The input that the engine continues.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub enum PromptInput {
     /// A conversation, rendered by the chat template.
     Chat(Box<ChatPrompt>),
@@ -104,6 +98,7 @@ pub enum PromptInput {
     /// A prompt whose tokens only the engine knows.
     Unknown(UnknownPrompt),
     /// No prompt: the request needs no computation.
+    #[default]
     NoPrompt,
 }
 

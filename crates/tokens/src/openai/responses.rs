@@ -9,61 +9,42 @@
 //! requests captured from an engine. If a body has a feature without such a capture, its prompt is
 //! unknown too.
 
-use std::fmt;
-
 use serde::Deserialize;
-use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
+use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
 use super::chat::{self, ChatMessage, ChatPrompt, ForwardedPrompt, MessageContent};
 use super::content_part::{ContentPart, TypedPart};
 use super::error::ParseError;
+use super::fold::{FoldSequence, folded};
 use super::json::{self, JsonObject, JsonValue};
-use super::lax;
-use super::request::{
-    ApiRequest, PromptInput, TokenizationOptions, UnknownPrompt, UnknownPromptReason,
-};
+use super::lax::{LaxBool, LaxInteger};
+use super::request::{ApiRequest, PromptInput, TokenizationOptions, UnknownPromptReason};
 
 #[derive(Deserialize)]
 struct ResponsesBody<'a> {
-    #[serde(default)]
     model: Option<String>,
-    #[serde(default, deserialize_with = "lax::flag")]
-    stream: Option<bool>,
-    #[serde(default)]
+    stream: Option<LaxBool>,
     input: Option<ResponsesInput>,
-    #[serde(default)]
     instructions: Option<String>,
-    #[serde(default, deserialize_with = "lax::integer")]
-    max_output_tokens: Option<u64>,
-    #[serde(default)]
+    max_output_tokens: Option<LaxInteger<u64>>,
     cache_salt: Option<String>,
-    #[serde(default)]
     tools: Option<Vec<JsonValue>>,
-    #[serde(default)]
     tool_choice: Option<JsonValue>,
-    #[serde(default)]
     reasoning: Option<ReasoningOptions>,
     /// An absent field means `disabled`, but `null` does not.
     #[serde(default = "disabled")]
     truncation: Option<String>,
     #[serde(default, deserialize_with = "json::object")]
     chat_template_kwargs: Option<JsonObject>,
-    #[serde(default)]
     kv_transfer_params: Option<ForwardedPrompt>,
-    #[serde(default)]
     previous_response_id: Option<String>,
-    #[serde(default, deserialize_with = "lax::flag")]
-    store: Option<bool>,
-    #[serde(default)]
+    store: Option<LaxBool>,
     previous_response: Option<IgnoredAny>,
-    #[serde(default)]
     previous_input_messages: Option<IgnoredAny>,
-    #[serde(default)]
     conversation: Option<IgnoredAny>,
-    #[serde(default)]
     prompt: Option<IgnoredAny>,
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     nvext: Option<&'a RawValue>,
 }
 
@@ -82,7 +63,6 @@ impl ResponsesBody<'_> {
 
 #[derive(Deserialize)]
 struct ReasoningOptions {
-    #[serde(default)]
     effort: Option<String>,
 }
 
@@ -101,19 +81,16 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
     let tool_bytes = tools.iter().map(JsonValue::text_bytes).sum::<usize>();
     let text_bytes = input.text_bytes + instructions.as_ref().map_or(0, String::len) + tool_bytes;
     let request = ApiRequest {
-        stream: body.stream.unwrap_or(false),
-        max_output_tokens: body.max_output_tokens,
+        stream: body.stream.is_some_and(LaxBool::get),
+        max_output_tokens: body.max_output_tokens.map(LaxInteger::get),
         cache_salt: body.cache_salt,
         nvext: body.nvext.map(|raw| raw.get().into()),
         previous_response_id: body.previous_response_id,
-        stores_response: body.store.unwrap_or(true),
+        stores_response: body.store.is_none_or(LaxBool::get),
         ..ApiRequest::untokenized(body.model, text_bytes)
     };
     if remembered || input.is_stored_in_engine {
-        let prompt = PromptInput::Unknown(UnknownPrompt {
-            text_bytes,
-            reason: UnknownPromptReason::StoredInEngine,
-        });
+        let prompt = PromptInput::unknown(text_bytes, UnknownPromptReason::StoredInEngine);
         return Ok(ApiRequest { prompt, ..request });
     }
     let (false, None | Some(Some(_))) = (input.is_unsupported, &shown) else {
@@ -133,9 +110,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.reasoning.and_then(|reasoning| reasoning.effort),
         is_converted: true,
-        has_forwarded_tokens: body
-            .kv_transfer_params
-            .is_some_and(|params| params.has_tokens()),
+        has_forwarded_tokens: ForwardedPrompt::is_in(body.kv_transfer_params),
         ..ChatPrompt::default()
     };
     let tokenization = TokenizationOptions {
@@ -256,34 +231,33 @@ struct ResponsesInput {
 
 #[derive(Deserialize)]
 struct ResponsesItem {
-    #[serde(default, rename = "type")]
+    #[serde(rename = "type")]
     kind: Option<String>,
-    #[serde(default)]
     role: Option<String>,
-    #[serde(default)]
     status: Option<String>,
-    #[serde(default)]
     content: Option<MessageContent>,
-    #[serde(default)]
     summary: Option<MessageContent>,
-    #[serde(default)]
     encrypted_content: Option<String>,
-    #[serde(default)]
     call_id: Option<String>,
-    #[serde(default)]
     name: Option<String>,
-    #[serde(default)]
     namespace: Option<JsonValue>,
-    #[serde(default)]
     arguments: Option<JsonValue>,
-    #[serde(default)]
     input: Option<JsonValue>,
-    #[serde(default)]
     output: Option<MessageContent>,
 }
 
-impl ResponsesInput {
-    fn add(&mut self, item: ResponsesItem) {
+impl FoldSequence for ResponsesInput {
+    type Element = ResponsesItem;
+
+    fn from_text(text: &str) -> Option<Self> {
+        Some(Self {
+            messages: vec![ChatMessage::with_text("user", text.to_owned())],
+            text_bytes: text.len(),
+            ..Self::default()
+        })
+    }
+
+    fn add_element(&mut self, item: ResponsesItem) {
         self.text_bytes += item.text_bytes();
         self.continues_last_message =
             matches!(item.status.as_deref(), Some("in_progress" | "incomplete"))
@@ -294,28 +268,22 @@ impl ResponsesInput {
             self.messages = Vec::new();
         }
     }
+}
 
+impl ResponsesInput {
     /// Appends an item to the conversation. Returns `None` if the engine's conversion is unknown.
     fn try_fold(&mut self, item: ResponsesItem) -> Option<()> {
         match (item.kind.as_deref(), item.role.as_deref()) {
             (None | Some("message"), Some("assistant")) => {
                 let text = text_of_first_part(item.content?)?;
-                match self
-                    .last_assistant_message()
-                    .filter(|message| message.content.is_none())
-                {
-                    Some(message) => message.content = Some(MessageContent::Text(text.into())),
-                    None => self
-                        .messages
-                        .push(ChatMessage::with_text("assistant", text)),
-                }
+                let message = self.assistant_message(|message| message.content.is_none());
+                message.content = Some(MessageContent::Text(text.into()));
             }
             (None | Some("message"), Some("user" | "system" | "developer")) => {
                 let content = Some(item.content?);
                 self.messages.push(ChatMessage {
-                    role: item.role?,
                     content,
-                    ..ChatMessage::default()
+                    ..ChatMessage::with_role(&item.role?)
                 });
             }
             (Some("reasoning"), _) => self.add_reasoning(item)?,
@@ -343,10 +311,9 @@ impl ResponsesInput {
                 let content = Some(output?);
                 let tool_call_id = Some(item.call_id?);
                 self.messages.push(ChatMessage {
-                    role: "tool".to_owned(),
                     content,
                     tool_call_id,
-                    ..ChatMessage::default()
+                    ..ChatMessage::with_role("tool")
                 });
             }
             _ => return None,
@@ -361,7 +328,10 @@ impl ResponsesInput {
         {
             return None;
         }
-        let filled = |content: &MessageContent| !matches!(content, MessageContent::Parts(parts) if parts.is_empty());
+        let filled = |content: &MessageContent| match content {
+            MessageContent::Text(_) => true,
+            MessageContent::Parts(parts) => !parts.is_empty(),
+        };
         let reasoning = match (item.content.filter(filled), item.summary.filter(filled)) {
             (Some(MessageContent::Parts(parts)), _) => {
                 text_of_part(parts.first()?, &["reasoning_text"])?.to_owned()
@@ -372,13 +342,7 @@ impl ResponsesInput {
             (None, None) => String::new(),
             _ => return None,
         };
-        let message = match self
-            .last_assistant_message()
-            .filter(|message| message.reasoning.is_none())
-        {
-            Some(message) => message,
-            None => self.begin_assistant_message(),
-        };
+        let message = self.assistant_message(|message| message.reasoning.is_none());
         message.reasoning = Some(reasoning);
         Some(())
     }
@@ -390,31 +354,18 @@ impl ResponsesInput {
             ("function", function),
             ("type", "function".into()),
         ]);
-        let message = match self
-            .messages
-            .last()
-            .is_some_and(|message| message.role == "assistant")
-        {
-            true => self.messages.last_mut()?,
-            false => self.begin_assistant_message(),
-        };
+        let message = self.assistant_message(|_| true);
         message.has_converted_calls = true;
         message.tool_calls.get_or_insert_default().push(call);
         Some(())
     }
 
-    /// Returns the last message if it is an assistant message.
-    fn last_assistant_message(&mut self) -> Option<&mut ChatMessage> {
-        self.messages
-            .last_mut()
-            .filter(|message| message.role == "assistant")
-    }
-
-    fn begin_assistant_message(&mut self) -> &mut ChatMessage {
-        self.messages.push(ChatMessage {
-            role: "assistant".to_owned(),
-            ..ChatMessage::default()
-        });
+    /// Returns the last message if it is an assistant message with room for an item, or a new one.
+    fn assistant_message(&mut self, has_room: impl Fn(&ChatMessage) -> bool) -> &mut ChatMessage {
+        let last = self.messages.last();
+        if !last.is_some_and(|last| last.role == "assistant" && has_room(last)) {
+            self.messages.push(ChatMessage::with_role("assistant"));
+        }
         let last = self.messages.len() - 1;
         &mut self.messages[last]
     }
@@ -455,35 +406,4 @@ fn text_of_part<'p>(part: &'p ContentPart, kinds: &[&str]) -> Option<&'p str> {
     }
 }
 
-impl<'de> Deserialize<'de> for ResponsesInput {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(ResponsesInputVisitor)
-    }
-}
-
-struct ResponsesInputVisitor;
-
-impl<'de> Visitor<'de> for ResponsesInputVisitor {
-    type Value = ResponsesInput;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a text or a list of items")
-    }
-
-    fn visit_str<E>(self, text: &str) -> Result<ResponsesInput, E> {
-        let messages = vec![ChatMessage::with_text("user", text.to_owned())];
-        Ok(ResponsesInput {
-            messages,
-            text_bytes: text.len(),
-            ..ResponsesInput::default()
-        })
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<ResponsesInput, A::Error> {
-        let mut input = ResponsesInput::default();
-        while let Some(item) = seq.next_element()? {
-            input.add(item);
-        }
-        Ok(input)
-    }
-}
+folded!(ResponsesInput);

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 use super::error::EncodeError;
 use super::pieces::{self, StopReason, TokenBudget};
-use super::resume::{PromptTokens, ResumableText, UnframedTokens};
+use super::resume::{PromptTokens, ResumableText, ResumingTokenizer, UnframedTokens};
 use super::tokenizer_parts::SpecialTokenFrame;
 use super::truncation::{retained_range, text_token_limit, truncate_tokens, truncation_limit};
 use super::{Encoder, PromptSource, RenderedPrompt, tokenizer_error};
@@ -45,12 +45,35 @@ struct PromptTruncation {
     includes_special_tokens: bool,
 }
 
+/// Reuse of cached prefixes.
+#[derive(Clone, Copy)]
+pub(super) struct PrefixReuse<'t> {
+    tokenizer: &'t ResumingTokenizer,
+    cache_namespace: Option<&'t str>,
+}
+
 impl Encoder {
     /// Tokenizes rendered prompts like [`Encoder::tokenize_cached`], within a budget.
     pub fn tokenize_bounded(
         &self,
         rendered: &RenderedPrompt<'_>,
         cache_namespace: Option<&str>,
+        budget: &TokenBudget<'_>,
+    ) -> Result<Vec<BoundedTokens>, EncodeError> {
+        let reuse = self
+            .resuming_tokenizer
+            .as_ref()
+            .map(|tokenizer| PrefixReuse {
+                tokenizer,
+                cache_namespace,
+            });
+        self.tokenize_with(rendered, reuse, budget)
+    }
+
+    pub(super) fn tokenize_with(
+        &self,
+        rendered: &RenderedPrompt<'_>,
+        reuse: Option<PrefixReuse<'_>>,
         budget: &TokenBudget<'_>,
     ) -> Result<Vec<BoundedTokens>, EncodeError> {
         let tokenization = rendered.tokenization;
@@ -72,13 +95,11 @@ impl Encoder {
                 let whole = |text| ResumableText::new(Cow::Borrowed(text), Vec::new());
                 texts
                     .iter()
-                    .map(|text| {
-                        self.tokenize_text(&whole(text), truncation, cache_namespace, budget)
-                    })
+                    .map(|text| self.tokenize_text(&whole(text), truncation, reuse, budget))
                     .collect()
             }
             PromptSource::Chat(text) => {
-                let bounded = self.tokenize_text(text, truncation, cache_namespace, budget)?;
+                let bounded = self.tokenize_text(text, truncation, reuse, budget)?;
                 Ok(vec![bounded])
             }
         }
@@ -89,7 +110,7 @@ impl Encoder {
         &self,
         text: &ResumableText<'_>,
         truncation: PromptTruncation,
-        cache_namespace: Option<&str>,
+        reuse: Option<PrefixReuse<'_>>,
         budget: &TokenBudget<'_>,
     ) -> Result<BoundedTokens, EncodeError> {
         let frame = self
@@ -116,7 +137,7 @@ impl Encoder {
         };
         let mut unframed = self.tokenize_bare(
             text,
-            cache_namespace,
+            reuse,
             &TokenBudget {
                 max_tokens,
                 ..*budget
@@ -159,14 +180,18 @@ impl Encoder {
     fn tokenize_bare(
         &self,
         text: &ResumableText<'_>,
-        cache_namespace: Option<&str>,
+        reuse: Option<PrefixReuse<'_>>,
         budget: &TokenBudget<'_>,
     ) -> Result<UnframedTokens, EncodeError> {
-        if let Some(resumer) = &self.resuming_tokenizer {
-            match resumer.tokenize(&self.tokenizer, text, cache_namespace, budget) {
+        if let Some(PrefixReuse {
+            tokenizer,
+            cache_namespace,
+        }) = reuse
+        {
+            match tokenizer.tokenize(&self.tokenizer, text, cache_namespace, budget) {
                 Ok(Some(unframed)) => return Ok(unframed),
                 Ok(None) => {}
-                Err(_) => resumer.record_failure(),
+                Err(_) => tokenizer.record_failure(),
             }
         }
         if text.prefix().is_some() {
@@ -179,18 +204,20 @@ impl Encoder {
             .map_err(tokenizer_error)
     }
 
+    /// Adds special tokens, and attaches the resume points.
     fn add_frame(
         &self,
         unframed: UnframedTokens,
         frame: Option<&SpecialTokenFrame>,
     ) -> PromptTokens {
-        match (&self.resuming_tokenizer, frame) {
-            (Some(resumer), _) => resumer.add_frame(unframed, frame.is_some()),
-            (None, None) => unframed.ids.into(),
-            (None, Some(frame)) if unframed.stopped.is_some() => {
-                frame.prepend_to(&unframed.ids).into()
-            }
-            (None, Some(frame)) => frame.surround(&unframed.ids).into(),
+        let ids = match frame {
+            None => unframed.ids,
+            Some(frame) if unframed.stopped.is_some() => frame.prepend_to(&unframed.ids),
+            Some(frame) => frame.surround(&unframed.ids),
+        };
+        match &self.resuming_tokenizer {
+            Some(tokenizer) => tokenizer.attach_points(ids, unframed.points, frame),
+            None => ids.into(),
         }
     }
 

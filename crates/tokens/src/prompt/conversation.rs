@@ -13,7 +13,8 @@ use super::error::EncodeError;
 use super::media_renderer::MediaRenderer;
 use super::python::{self, PythonDict};
 use crate::openai::{
-    ChatMessage, ContentPart, JsonValue, MediaModality, MessageContent, MessageText, PartMeaning,
+    BILLING_HEADER_PREFIX, ChatMessage, ContentPart, JsonValue, MediaModality, MessageContent,
+    MessageText, PartMeaning,
 };
 pub(super) use tools::template_tools;
 use tools::tool_call;
@@ -174,17 +175,6 @@ impl<'m> TemplatePart<'m> {
     }
 }
 
-/// Prefix of a line that Claude Code changes with every request. vLLM removes the line from system
-/// messages, because it would prevent prefix cache hits.
-const BILLING_HEADER_PREFIX: &str = "x-anthropic-billing-header";
-
-/// Treatment of the tool calls of a message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ToolCallMode {
-    Converted,
-    Omitted,
-}
-
 /// Returns the messages in the form that the template receives. Omits the tool calls of the first
 /// `rendered_count` messages: the text of these messages is cached, and the conversion would parse
 /// their arguments.
@@ -196,21 +186,14 @@ pub(super) fn template_messages<'m>(
 ) -> Result<Vec<TemplateMessage<'m>>, EncodeError> {
     let messages = messages.iter().enumerate();
     messages
-        .map(|(index, message)| {
-            let tool_calls = if index < rendered_count {
-                ToolCallMode::Omitted
-            } else {
-                ToolCallMode::Converted
-            };
-            template_message(message, format, tool_calls, renderer)
-        })
+        .map(|(index, message)| template_message(message, format, index < rendered_count, renderer))
         .collect()
 }
 
 fn template_message<'m>(
     message: &'m ChatMessage,
     format: ContentFormat,
-    tool_calls: ToolCallMode,
+    omits_tool_calls: bool,
     renderer: &mut MediaRenderer<'_>,
 ) -> Result<TemplateMessage<'m>, EncodeError> {
     let content = match &message.content {
@@ -220,7 +203,7 @@ fn template_message<'m>(
     };
     let mut other_fields = Vec::new();
     match message.role.as_str() {
-        "assistant" => push_assistant_fields(message, tool_calls, &mut other_fields)?,
+        "assistant" => push_assistant_fields(message, omits_tool_calls, &mut other_fields)?,
         "tool" => other_fields.extend(
             message
                 .tool_call_id
@@ -241,9 +224,8 @@ fn template_message<'m>(
             other_fields.push((key, Value::from(text.as_str())));
         }
     }
-    let has_omitted_tool_calls = tool_calls == ToolCallMode::Omitted
-        && message.role == "assistant"
-        && message.tool_calls.is_some();
+    let has_omitted_tool_calls =
+        omits_tool_calls && message.role == "assistant" && message.tool_calls.is_some();
     Ok(TemplateMessage {
         role: &message.role,
         content,
@@ -415,13 +397,13 @@ fn checked_meaning(part: &ContentPart) -> Result<PartMeaning<'_>, EncodeError> {
 
 fn push_assistant_fields(
     message: &ChatMessage,
-    tool_calls: ToolCallMode,
+    omits_tool_calls: bool,
     other_fields: &mut Vec<(&'static str, Value)>,
 ) -> Result<(), EncodeError> {
     if let Some(calls) = message
         .tool_calls
         .as_ref()
-        .filter(|calls| !calls.is_empty() && tool_calls == ToolCallMode::Converted)
+        .filter(|calls| !calls.is_empty() && !omits_tool_calls)
     {
         let calls: Vec<Value> = calls
             .iter()

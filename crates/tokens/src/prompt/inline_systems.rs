@@ -99,12 +99,7 @@ fn merge_system_messages(messages: &[Arc<ChatMessage>]) -> Vec<Arc<ChatMessage>>
             Some(MessageContent::Text(text)) => Some(&**text),
             _ => None,
         });
-    let content = Some(MessageContent::Text(texts.collect::<String>().into()));
-    let first = ChatMessage {
-        role: "system".to_owned(),
-        content,
-        ..ChatMessage::default()
-    };
+    let first = ChatMessage::with_text("system", texts.collect());
     std::iter::once(Arc::new(first))
         .chain(others.into_iter().cloned())
         .collect()

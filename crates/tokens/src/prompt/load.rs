@@ -48,10 +48,8 @@ impl Encoder {
             .as_ref()
             .map(|media| MediaRules::new(media, &traits.name, id_of))
             .transpose();
-        let media_rules = media_rules.map_err(|problem| LoadError::Content {
-            path: config.tokenizer.clone(),
-            problem,
-        })?;
+        let media_rules =
+            media_rules.map_err(|problem| LoadError::content(&config.tokenizer, problem))?;
         let media_rules = media_rules.unwrap_or_default();
         Ok(Self {
             frame: tokenizer_parts::find_frame(library).ok(),

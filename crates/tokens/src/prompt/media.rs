@@ -95,9 +95,8 @@ pub(super) struct MediaRules {
     configured_model: Option<String>,
     /// Name of the model.
     model_name: String,
-    image: Option<ModalityRule>,
-    audio: Option<ModalityRule>,
-    video: Option<ModalityRule>,
+    /// Rules in the order of [`MediaModality`].
+    rules: [Option<ModalityRule>; 3],
 }
 
 /// Placeholder rule of one modality.
@@ -119,19 +118,20 @@ impl MediaRules {
             let text = || format!("the tokenizer has no token `{token}` for media placeholders");
             id_of(token).ok_or_else(text)
         };
-        let fixed = |rule: &MediaItemRule| -> Result<ModalityRule, String> {
+        let rule = |token: &str, placeholder: &Option<String>, counter| -> Result<_, String> {
             Ok(ModalityRule {
-                token: token_id(&rule.token)?,
-                placeholder: rule.placeholder.clone(),
-                counter: MediaTokenCounter::fixed(rule.tokens_per_item),
+                token: token_id(token)?,
+                placeholder: placeholder.clone(),
+                counter,
             })
         };
-        let image = |rule: &ImageRule| -> Result<ModalityRule, String> {
-            Ok(ModalityRule {
-                token: token_id(&rule.token)?,
-                placeholder: rule.placeholder.clone(),
-                counter: MediaTokenCounter::from_image_rule(rule)?,
-            })
+        let fixed = |fixed: &MediaItemRule| {
+            let counter = MediaTokenCounter::fixed(fixed.tokens_per_item);
+            rule(&fixed.token, &fixed.placeholder, counter)
+        };
+        let image = |image: &ImageRule| {
+            let counter = MediaTokenCounter::from_image_rule(image)?;
+            rule(&image.token, &image.placeholder, counter)
         };
         let rules = [
             config.image.as_ref().map(image).transpose()?,
@@ -146,23 +146,16 @@ impl MediaRules {
         {
             return Err("one token is the placeholder of two modalities".to_owned());
         }
-        let [image, audio, video] = rules;
         Ok(Self {
             configured_model: config.model.clone(),
             model_name: name.to_owned(),
-            image,
-            audio,
-            video,
+            rules,
         })
     }
 
     /// Returns the rule of a modality.
     pub(super) fn rule_for(&self, modality: MediaModality) -> Option<&ModalityRule> {
-        match modality {
-            MediaModality::Image => self.image.as_ref(),
-            MediaModality::Audio => self.audio.as_ref(),
-            MediaModality::Video => self.video.as_ref(),
-        }
+        self.rules[modality as usize].as_ref()
     }
 
     /// Returns the text that the engine inserts for an item, for templates that take strings.

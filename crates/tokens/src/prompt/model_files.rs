@@ -34,10 +34,8 @@ pub struct Config {
     pub tokenizer: PathBuf,
     /// `tokenizer_config.json`; by default the one next to the tokenizer, if present. The model's
     /// `config.json` is expected next to it.
-    #[serde(default)]
     pub tokenizer_config: Option<PathBuf>,
     /// Chat template that overrides the model's own, like the engine's `--chat-template`.
-    #[serde(default)]
     pub chat_template: Option<PathBuf>,
 }
 
@@ -73,6 +71,13 @@ pub enum LoadError {
 }
 
 impl LoadError {
+    pub(super) fn content(path: &Path, problem: impl Into<String>) -> Self {
+        Self::Content {
+            path: path.to_owned(),
+            problem: problem.into(),
+        }
+    }
+
     /// Returns the affected file.
     pub fn path(&self) -> &Path {
         match self {
@@ -100,23 +105,14 @@ pub(super) struct TemplateSources {
 
 #[derive(Default, Deserialize)]
 struct TokenizerConfig {
-    #[serde(default)]
     chat_template: Option<ChatTemplateField>,
-    #[serde(default)]
     add_bos_token: Option<bool>,
-    #[serde(default)]
     add_eos_token: Option<bool>,
-    #[serde(default)]
     split_special_tokens: Option<bool>,
-    #[serde(default)]
     tokenizer_class: Option<String>,
-    #[serde(default)]
     legacy: Option<bool>,
-    #[serde(default)]
     add_prefix_space: Option<bool>,
-    #[serde(default)]
     auto_map: Option<Value>,
-    #[serde(default)]
     fix_mistral_regex: Option<bool>,
 }
 
@@ -138,9 +134,7 @@ const MODEL_CONFIG_NAME: &str = "config.json";
 
 #[derive(Default, Deserialize)]
 struct ModelConfigFile {
-    #[serde(default)]
     model_type: Option<String>,
-    #[serde(default)]
     tokenizer_class: Option<String>,
 }
 
@@ -181,10 +175,7 @@ pub(super) fn load(
     check_tokenizer_file(&config.tokenizer, &bytes)?;
     let (config_path, raw_config) = read_tokenizer_config(config, directory)?;
     let config_directory = config_path.parent().unwrap_or(Path::new("")).to_owned();
-    let content = |problem: String| LoadError::Content {
-        path: config_path.clone(),
-        problem,
-    };
+    let content = |problem: String| LoadError::content(&config_path, problem);
     let settings: TokenizerConfig =
         TokenizerConfig::deserialize(&raw_config).map_err(|error| content(error.to_string()))?;
     let raw_config = with_special_tokens_map(raw_config, &config_directory)?;
@@ -279,10 +270,7 @@ fn check_tokenizer_file(path: &Path, bytes: &[u8]) -> Result<(), LoadError> {
     } else {
         return Ok(());
     };
-    Err(LoadError::Content {
-        path: path.to_owned(),
-        problem,
-    })
+    Err(LoadError::content(path, problem))
 }
 
 /// Adds the special tokens of `special_tokens_map.json`, an older file that transformers reads if
@@ -329,10 +317,7 @@ fn check_added_tokens(
             != Some(id.as_str())
         {
             let problem = format!("added token {id} `{content}` is not the same in the tokenizer");
-            return Err(LoadError::Content {
-                path: path.to_owned(),
-                problem,
-            });
+            return Err(LoadError::content(path, problem));
         }
     }
     Ok(())
@@ -423,10 +408,8 @@ fn read_templates(
         .clone()
         .or_else(|| find_file(directory, "chat_template.jinja"));
     if let Some(path) = file {
-        let source = String::from_utf8(read_file(&path)?).map_err(|error| LoadError::Content {
-            path: path.clone(),
-            problem: error.to_string(),
-        })?;
+        let source = String::from_utf8(read_file(&path)?)
+            .map_err(|error| LoadError::content(&path, error.to_string()))?;
         // SGLang converts the file of an operator.
         let is_converted = engine == EngineKind::Sglang && config.chat_template.is_some();
         let source = if is_converted {
@@ -462,10 +445,8 @@ fn find_file(directory: &Path, name: &str) -> Option<PathBuf> {
 }
 
 fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, LoadError> {
-    serde_json::from_slice(&read_file(path)?).map_err(|error| LoadError::Content {
-        path: path.to_owned(),
-        problem: error.to_string(),
-    })
+    serde_json::from_slice(&read_file(path)?)
+        .map_err(|error| LoadError::content(path, error.to_string()))
 }
 
 fn read_file(path: &Path) -> Result<Vec<u8>, LoadError> {

@@ -43,19 +43,13 @@ pub(super) fn int_filter(value: &Value, default: Option<&Value>) -> Result<Value
             None => default(),
         };
     }
-    match value.kind() {
-        ValueKind::Undefined => Err(Error::new(
-            ErrorKind::UndefinedError,
-            "an undefined value is not a number",
-        )),
-        ValueKind::Bool => Ok(Value::from(i64::from(value.is_true()))),
-        ValueKind::Number if value.is_integer() => Ok(value.clone()),
-        ValueKind::Number => f64::try_from(value.clone())
+    match number_of(value)? {
+        None => default(),
+        Some(number) if number.is_integer() => Ok(number),
+        Some(number) => f64::try_from(number)
             .ok()
             .and_then(integer_part)
             .map_or_else(default, Ok),
-        ValueKind::Plain => Err(unsupported_number("a float that Python prints differently")),
-        _ => default(),
     }
 }
 
@@ -69,15 +63,23 @@ pub(super) fn float_filter(value: &Value, default: Option<&Value>) -> Result<Val
             Some(Err(_)) | None => default(),
         };
     }
+    match number_of(value)? {
+        None => default(),
+        Some(number) => f64::try_from(number).map(Value::from),
+    }
+}
+
+/// Returns the number that a value other than a text is, if it is one.
+fn number_of(value: &Value) -> Result<Option<Value>, Error> {
     match value.kind() {
         ValueKind::Undefined => Err(Error::new(
             ErrorKind::UndefinedError,
             "an undefined value is not a number",
         )),
-        ValueKind::Bool => Ok(Value::from(if value.is_true() { 1.0 } else { 0.0 })),
-        ValueKind::Number => f64::try_from(value.clone()).map(Value::from),
+        ValueKind::Bool => Ok(Some(Value::from(i64::from(value.is_true())))),
+        ValueKind::Number => Ok(Some(value.clone())),
         ValueKind::Plain => Err(unsupported_number("a float that Python prints differently")),
-        _ => default(),
+        _ => Ok(None),
     }
 }
 

@@ -170,7 +170,12 @@ fn is_joint(text: &str, at: usize) -> bool {
 /// Returns true for Latin letters without diacritics, ideographs and kana. All patterns and
 /// supported normalizers treat them as letters.
 fn is_letter(char: char) -> bool {
-    matches!(char, 'a'..='z' | 'A'..='Z' | '\u{4e00}'..='\u{9fa5}' | '\u{3041}'..='\u{3096}' | '\u{30a1}'..='\u{30fa}')
+    let other_letters = [
+        '\u{4e00}'..='\u{9fa5}',
+        '\u{3041}'..='\u{3096}',
+        '\u{30a1}'..='\u{30fa}',
+    ];
+    char.is_ascii_alphabetic() || other_letters.iter().any(|range| range.contains(&char))
 }
 
 /// Patterns that divide a text at every joint. The comments name the models that use them.

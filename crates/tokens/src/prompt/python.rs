@@ -10,7 +10,8 @@ use super::error::EncodeError;
 use super::number;
 use super::printable::is_printable;
 use crate::openai::JsonValue;
-use hashbrown::HashMap;
+use hashbrown::DefaultHashBuilder;
+use indexmap::IndexMap;
 use minijinja::value::{Enumerator, Kwargs, Object, ObjectExt, ObjectRepr, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
@@ -18,74 +19,41 @@ use minijinja::{Error, ErrorKind, Value};
 /// even if the mark comes from the request.
 pub(super) const POISON: &str = "\u{10ffff}?\u{10ffff}";
 
-/// Maximum number of entries that a lookup compares one by one. Larger dicts use a hash table, so
-/// that no request makes lookups slow.
-const MAX_SCANNED_ENTRIES: usize = 8;
-
 /// A Python `dict` with string keys, in insertion order.
 #[derive(Debug, Default)]
-pub(super) struct PythonDict {
-    entries: Vec<(Arc<str>, Value)>,
-    positions: HashMap<Arc<str>, usize>,
-}
+pub(super) struct PythonDict(IndexMap<Arc<str>, Value, DefaultHashBuilder>);
 
 impl PythonDict {
     /// Adds an entry; the key must be new.
     pub(super) fn push(&mut self, key: &str, value: Value) {
-        let key: Arc<str> = Arc::from(key);
-        self.entries.push((Arc::clone(&key), value));
-        if self.entries.len() == MAX_SCANNED_ENTRIES + 1 {
-            self.positions = self
-                .entries
-                .iter()
-                .enumerate()
-                .map(|(place, (key, _))| (Arc::clone(key), place))
-                .collect();
-        } else if self.entries.len() > MAX_SCANNED_ENTRIES {
-            self.positions.insert(key, self.entries.len() - 1);
-        }
+        self.0.insert(Arc::from(key), value);
     }
 
     pub(super) fn into_value(self) -> Value {
         Value::from_object(self)
     }
-
-    fn position(&self, key: &str) -> Option<usize> {
-        if self.entries.len() > MAX_SCANNED_ENTRIES {
-            return self.positions.get(key).copied();
-        }
-        self.entries.iter().position(|(known, _)| &**known == key)
-    }
 }
 
 impl<'k> FromIterator<(&'k str, Value)> for PythonDict {
     fn from_iter<I: IntoIterator<Item = (&'k str, Value)>>(entries: I) -> Self {
-        let mut dict = Self::default();
-        for (key, value) in entries {
-            dict.push(key, value);
-        }
-        dict
+        let entries = entries.into_iter();
+        Self(entries.map(|(key, value)| (key.into(), value)).collect())
     }
 }
 
 impl Object for PythonDict {
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        self.position(key.as_str()?)
-            .map(|place| self.entries[place].1.clone())
+        self.0.get(key.as_str()?).cloned()
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
         self.mapped_enumerator(|this| {
-            Box::new(
-                this.entries
-                    .iter()
-                    .map(|(key, _)| Value::from(Arc::clone(key))),
-            )
+            Box::new(this.0.keys().map(|key| Value::from(Arc::clone(key))))
         })
     }
 
     fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
-        Some(self.entries.len())
+        Some(self.0.len())
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -128,7 +96,7 @@ impl Object for UncommonFloat {
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&float_text(self.0, &REPR_NAMES))
+        f.write_str(&float_text(self.0, REPR_NAMES))
     }
 }
 
@@ -242,11 +210,11 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
         return out.push_str(POISON);
     }
     if let Some(UncommonFloat(number)) = value.downcast_object_ref() {
-        return out.push_str(&float_text(*number, &REPR_NAMES));
+        return out.push_str(&float_text(*number, REPR_NAMES));
     }
     match value.kind() {
         ValueKind::None | ValueKind::Bool => out.push_str(&value.to_string()),
-        ValueKind::Number => out.push_str(&number_text(value, &REPR_NAMES)),
+        ValueKind::Number => out.push_str(&number_text(value, REPR_NAMES)),
         ValueKind::String => write_quoted(out, value.as_str().unwrap_or_default()),
         ValueKind::Seq => write_items(out, value, depth),
         ValueKind::Map => write_pairs(out, value, depth),
@@ -277,28 +245,13 @@ fn write_pairs(out: &mut String, value: &Value, depth: usize) {
     out.push('}');
 }
 
-/// Notation of non-finite numbers.
-struct NonFiniteNames {
-    nan: &'static str,
-    infinity: &'static str,
-    negative: &'static str,
-}
+/// Notation of a number that is not finite, infinity and negative infinity in `repr`.
+const REPR_NAMES: [&str; 3] = ["nan", "inf", "-inf"];
 
-/// Notation of `repr`.
-const REPR_NAMES: NonFiniteNames = NonFiniteNames {
-    nan: "nan",
-    infinity: "inf",
-    negative: "-inf",
-};
+/// The same notation in `json.dumps`.
+const JSON_NAMES: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
 
-/// Notation of `json.dumps`.
-const JSON_NAMES: NonFiniteNames = NonFiniteNames {
-    nan: "NaN",
-    infinity: "Infinity",
-    negative: "-Infinity",
-};
-
-fn number_text(value: &Value, names: &NonFiniteNames) -> String {
+fn number_text(value: &Value, names: [&str; 3]) -> String {
     if value.is_integer() {
         return value.to_string();
     }
@@ -306,12 +259,12 @@ fn number_text(value: &Value, names: &NonFiniteNames) -> String {
         .map_or_else(|_| POISON.to_owned(), |number| float_text(number, names))
 }
 
-fn float_text(number: f64, names: &NonFiniteNames) -> String {
+fn float_text(number: f64, names: [&str; 3]) -> String {
     match number {
         _ if number.is_finite() => number::repr(number),
-        _ if number.is_nan() => names.nan.to_owned(),
-        _ if number > 0.0 => names.infinity.to_owned(),
-        _ => names.negative.to_owned(),
+        _ if number.is_nan() => names[0].to_owned(),
+        _ if number > 0.0 => names[1].to_owned(),
+        _ => names[2].to_owned(),
     }
 }
 
@@ -404,13 +357,13 @@ impl JsonLayout {
             return json_error("JSON is nested too deeply".to_owned());
         }
         if let Some(UncommonFloat(number)) = value.downcast_object_ref() {
-            out.push_str(&float_text(*number, &JSON_NAMES));
+            out.push_str(&float_text(*number, JSON_NAMES));
             return Ok(());
         }
         match value.kind() {
             ValueKind::None => out.push_str("null"),
             ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-            ValueKind::Number => out.push_str(&number_text(value, &JSON_NAMES)),
+            ValueKind::Number => out.push_str(&number_text(value, JSON_NAMES)),
             ValueKind::String => self.write_string(out, value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<_> = value.try_iter()?.map(|item| (None, item)).collect();
@@ -462,23 +415,16 @@ impl JsonLayout {
     }
 
     fn write_string(&self, out: &mut String, text: &str) {
-        out.push('"');
-        for c in text.chars() {
+        let quoted = serde_json::Value::from(text).to_string();
+        if !self.ensure_ascii {
+            return out.push_str(&quoted);
+        }
+        for c in quoted.chars() {
             match c {
-                '"' => out.push_str("\\\""),
-                '\\' => out.push_str("\\\\"),
-                '\n' => out.push_str("\\n"),
-                '\r' => out.push_str("\\r"),
-                '\t' => out.push_str("\\t"),
-                '\u{8}' => out.push_str("\\b"),
-                '\u{c}' => out.push_str("\\f"),
-                '\0'..='\u{1f}' => write_escape(out, c),
                 ' '..='~' => out.push(c),
-                c if self.ensure_ascii => write_escape(out, c),
-                c => out.push(c),
+                _ => write_escape(out, c),
             }
         }
-        out.push('"');
     }
 }
 

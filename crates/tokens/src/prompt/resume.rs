@@ -57,7 +57,7 @@ pub(super) struct UnframedTokens {
     /// Reason why tokens are missing; `None` if the text is complete.
     pub(super) stopped: Option<StopReason>,
     /// Hash of each resume point and the number of tokens before it.
-    points: Vec<(u128, usize)>,
+    pub(super) points: Vec<(u128, usize)>,
 }
 
 /// Tokens of the beginning of a text while it is tokenized.
@@ -100,7 +100,6 @@ impl<'t> TokenizedPrefix<'t> {
 /// Tokenizes texts of one tokenizer with reuse of cached prefixes.
 pub(super) struct ResumingTokenizer {
     boundaries: BoundaryTokens,
-    frame: SpecialTokenFrame,
     key: HashKey,
     cache: Arc<PromptCache>,
 }
@@ -112,11 +111,10 @@ impl ResumingTokenizer {
         cache: Arc<PromptCache>,
     ) -> Result<Self, &'static str> {
         tokenizer_parts::check_parts(tokenizer)?;
-        let frame = tokenizer_parts::find_frame(tokenizer)?;
+        tokenizer_parts::find_frame(tokenizer)?;
         let boundaries = BoundaryTokens::from_tokenizer(tokenizer)?;
         Ok(Self {
             boundaries,
-            frame,
             key: HashKey::random(),
             cache,
         })
@@ -284,41 +282,19 @@ impl ResumingTokenizer {
         self.cache.record_outcome("failed");
     }
 
-    /// Adds special tokens if `is_framed` is set, and attaches the resume points.
-    pub(super) fn add_frame(&self, unframed: UnframedTokens, is_framed: bool) -> PromptTokens {
-        let UnframedTokens {
-            ids,
-            stopped,
-            points,
-        } = unframed;
-        let points = self.resume_points(
-            points,
-            is_framed,
-            if is_framed {
-                self.frame.before.len()
-            } else {
-                0
-            },
-        );
-        let ids = match stopped {
-            _ if !is_framed => ids,
-            None => self.frame.surround(&ids),
-            Some(_) => self.frame.prepend_to(&ids),
-        };
-        PromptTokens::new(ids, points)
-    }
-
-    fn resume_points(
+    /// Attaches the resume points to tokens that begin with those of `frame`.
+    pub(super) fn attach_points(
         &self,
+        ids: Vec<u32>,
         mut points: Vec<(u128, usize)>,
-        is_framed: bool,
-        before: usize,
-    ) -> Option<ResumePoints> {
+        frame: Option<&SpecialTokenFrame>,
+    ) -> PromptTokens {
         for (_, end) in &mut points {
-            *end += before;
+            *end += frame.map_or(0, |frame| frame.before.len());
         }
-        (!points.is_empty())
-            .then(|| ResumePoints::new(self.cache.clone(), self.key, is_framed, points))
+        let points = (!points.is_empty())
+            .then(|| ResumePoints::new(self.cache.clone(), self.key, frame.is_some(), points));
+        PromptTokens::new(ids, points)
     }
 }
 

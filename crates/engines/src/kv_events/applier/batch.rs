@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::kv_events::convert::EventNormalizer;
-use crate::kv_events::sequencer::{LiveAction, PayloadDigest, ReplayAction, Sequencer};
+use crate::kv_events::sequencer::{
+    LiveAction, PayloadDigest, ReplayAction, SequenceGap, Sequencer,
+};
 use crate::kv_events::source::{RankSink, SharedResync, SourceSpec};
 use crate::kv_events::source_monitor::SourceMonitor;
 use crate::kv_events::wire::{self, EventBatch, WireError};
@@ -16,15 +18,6 @@ use warmroute_runtime::lifecycle::run_blocking;
 
 /// Minimum time between log lines about batches that exceed a limit.
 const TOO_LARGE_LOG_INTERVAL: Duration = Duration::from_secs(60);
-
-/// A gap in the batch numbers before a live batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::kv_events) struct SequenceGap {
-    /// First missing number.
-    pub(in crate::kv_events) from: u64,
-    /// Number of the batch that arrived.
-    pub(in crate::kv_events) to: u64,
-}
 
 /// Applies the batches of one worker rank.
 pub(in crate::kv_events) struct BatchApplier {
@@ -123,9 +116,9 @@ impl BatchApplier {
             action = self.sequencer.action_for(seq);
         }
         match action {
-            LiveAction::Gap { from, to } => {
+            LiveAction::Gap(gap) => {
                 self.monitor.update(EventSourceState::record_gap);
-                return Some(SequenceGap { from, to });
+                return Some(gap);
             }
             LiveAction::Stale | LiveAction::Restart => self.count_batch("stale"),
             // An undecodable batch does not advance the position, so the next batch causes a replay
@@ -155,7 +148,7 @@ impl BatchApplier {
                     self.sequencer.advance(gap.to, PayloadDigest::of(payload));
                 }
             }
-            LiveAction::Gap { from, to } => self.skip_gap(SequenceGap { from, to }, payload),
+            LiveAction::Gap(gap) => self.skip_gap(gap, payload),
         }
     }
 
@@ -182,7 +175,7 @@ impl BatchApplier {
             ReplayAction::Restart => {
                 self.handle_restart("replayed batch differs from the applied one")
             }
-            ReplayAction::Duplicate | ReplayAction::Gap { .. } => {}
+            ReplayAction::Duplicate | ReplayAction::Gap(_) => {}
         }
         action
     }

@@ -8,10 +8,13 @@ use warmroute_core::block::{BlockHashes, CacheSalt};
 use warmroute_core::freshness::{IndexFreshness, ResyncMode, SourceFacts, StaleReason};
 use warmroute_core::index::dump::RankDump;
 use warmroute_core::index::{GroupNeed, KvEvent, PrefixIndex, RankWriter, ReconcileReport};
-use warmroute_core::worker::{
-    BlockSize, DpRank, EventSource, RankSlot, SocketAttach, WorkerId, WorkerRank,
-};
+use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
 use warmroute_metrics::EventLabels;
+
+/// Returns a batch with one event.
+fn batch_of(event: impl serde::Serialize) -> Vec<u8> {
+    rmp_serde::to_vec(&(1.5, [event], 0)).unwrap()
+}
 
 /// Applies captured batches of a sliding-window model to a rank with the given block size.
 fn apply_captured_batches(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
@@ -22,25 +25,7 @@ fn apply_captured_batches(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
     let hex = session["requests"][0]["payloads"][0].as_str().unwrap();
     let byte = |at: usize| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
     let payload: Vec<u8> = (0..hex.len()).step_by(2).map(byte).collect();
-    let rank = WorkerRank {
-        worker: WorkerId(1),
-        rank: DpRank(0),
-    };
-    let spec = SourceSpec {
-        engine: String::new(),
-        worker_name: String::new(),
-        rank,
-        source: EventSource {
-            endpoint: String::new(),
-            topic: String::new(),
-            attach: SocketAttach::Connect,
-            replay: None,
-        },
-        block_size: BlockSize::new(block_size).unwrap(),
-        media: Default::default(),
-        resync: Default::default(),
-        max_message: 1 << 20,
-    };
+    let spec = SourceSpec::for_test(block_size);
     let events = Arc::new(parking_lot::Mutex::new(Vec::new()));
     let metrics = Arc::new(Metrics::new());
     let mut writer = PrefixIndex::new().create_writer(RankSlot(0));
@@ -146,22 +131,8 @@ impl TestStream {
         let shared = SharedResync::default();
         shared.set(resync);
         let spec = SourceSpec {
-            engine: String::new(),
-            worker_name: String::new(),
-            rank: WorkerRank {
-                worker: WorkerId(1),
-                rank: DpRank(0),
-            },
-            source: EventSource {
-                endpoint: String::new(),
-                topic: String::new(),
-                attach: SocketAttach::Connect,
-                replay: None,
-            },
-            block_size: BlockSize::new(2).unwrap(),
-            media: Default::default(),
             resync: shared,
-            max_message: 1 << 20,
+            ..SourceSpec::for_test(2)
         };
         let index = PrefixIndex::new();
         let monitor = SourceMonitor::default();
@@ -195,14 +166,18 @@ impl TestStream {
 
     /// Sends a batch. There is no replay endpoint.
     fn send(&mut self, payload: &[u8]) {
+        self.receive(self.next, payload);
+        self.next = self.next.wrapping_add(1);
+    }
+
+    fn receive(&mut self, number: u64, payload: &[u8]) {
         if let Some(gap) = self
             .applier
-            .update(|batches| batches.apply_live(self.next, payload))
+            .update(|batches| batches.apply_live(number, payload))
         {
             self.applier
                 .update(|batches| batches.apply_after_replay(gap, payload));
         }
-        self.next = self.next.wrapping_add(1);
     }
 
     fn lose(&mut self, batches: u64) {
@@ -211,34 +186,20 @@ impl TestStream {
 
     /// Stores blocks of two tokens each. Both token ids are the block's hash.
     fn store(&mut self, parent: Option<u64>, blocks: &[u64]) {
-        let tokens: Vec<u64> = blocks.iter().flat_map(|block| [*block, *block]).collect();
-        self.send(
-            &rmp_serde::to_vec(&(1.5, [("BlockStored", blocks, parent, tokens, 2u32)], 0)).unwrap(),
-        );
+        self.store_sized(parent, blocks, 2);
     }
 
     /// Stores blocks of another size.
-    fn store_sized(&mut self, blocks: &[u64], size: u32) {
+    fn store_sized(&mut self, parent: Option<u64>, blocks: &[u64], size: u32) {
         let tokens: Vec<u64> = blocks
             .iter()
             .flat_map(|block| vec![*block; size as usize])
             .collect();
-        self.send(
-            &rmp_serde::to_vec(&(1.5, [("BlockStored", blocks, None::<u64>, tokens, size)], 0))
-                .unwrap(),
-        );
-    }
-
-    /// Stores a block of one token, half an index block.
-    fn store_half(&mut self, parent: Option<u64>, block: u64) {
-        self.send(
-            &rmp_serde::to_vec(&(1.5, [("BlockStored", [block], parent, [block], 1u32)], 0))
-                .unwrap(),
-        );
+        self.send(&batch_of(("BlockStored", blocks, parent, tokens, size)));
     }
 
     fn remove(&mut self, blocks: &[u64]) {
-        self.send(&rmp_serde::to_vec(&(1.5, [("BlockRemoved", blocks)], 0)).unwrap());
+        self.send(&batch_of(("BlockRemoved", blocks)));
     }
 
     /// Applies a batch of another rank, with a number of that rank.
@@ -367,7 +328,7 @@ fn initial_loss_is_incomplete_until_engine_restart() {
 fn new_block_size_clears_the_rank() {
     let mut stream = TestStream::new(ResyncMode::Keep);
     stream.store(None, &[1, 2]);
-    stream.store_sized(&[7], 4);
+    stream.store_sized(None, &[7], 4);
     assert_eq!(
         (stream.holds(&[1, 2]), stream.holds(&[7, 7])),
         (0, 2),
@@ -379,14 +340,14 @@ fn new_block_size_clears_the_rank() {
         INCOMPLETE,
         "its first events were not received"
     );
-    stream.store_sized(&[9], 3);
+    stream.store_sized(None, &[9], 3);
     assert_eq!(
         stream.status(),
         (IndexFreshness::Absent, Some(StaleReason::BlockSizeMismatch))
     );
     assert_eq!(stream.monitor.status().engine_block_size, BlockSize::new(3));
     assert_eq!(count(&stream.metrics, "filtered_block_size_mismatch"), 1);
-    stream.store_sized(&[5], 2);
+    stream.store_sized(None, &[5], 2);
     assert_eq!(
         (stream.status(), stream.holds(&[5]), stream.holds(&[7, 7])),
         (INCOMPLETE, 1, 0)
@@ -406,7 +367,7 @@ fn unusable_blocks_of_slower_tier_are_incomplete() {
         None::<u64>,
         "CPU",
     );
-    stream.send(&rmp_serde::to_vec(&(1.5, [slower], 0)).unwrap());
+    stream.send(&batch_of(slower));
     assert_eq!(
         (stream.status(), stream.holds(&[1, 2])),
         (INCOMPLETE, 2),
@@ -424,15 +385,15 @@ fn unknown_parent_of_small_block_is_incomplete() {
         let mut stream = TestStream::new(ResyncMode::Keep);
         stream.lose(5_000);
         for block in 0..10 {
-            stream.store_half(None, 100 + block);
-            stream.store_half(Some(100 + block), 200 + block);
+            stream.store_sized(None, &[100 + block], 1);
+            stream.store_sized(Some(100 + block), &[200 + block], 1);
         }
         assert_eq!((stream.status(), stream.holds(&[100])), (INCOMPLETE, 0));
         for block in 0..8 {
             stream.remove(&[200 + block]);
             stream.remove(&[100 + block]);
             if unknown_in_use {
-                stream.store_half(Some(7), 8);
+                stream.store_sized(Some(7), &[8], 1);
             }
         }
         assert_eq!(
@@ -474,8 +435,8 @@ fn stores_dropped_at_capacity_make_source_inexact() {
     );
     let after = ("BlockStored", [1u64], Some(5999u64), [1u64, 1], 2u32);
     let cases = [
-        rmp_serde::to_vec(&(1.5, [slower], 0)).unwrap(),
-        rmp_serde::to_vec(&(1.5, [smaller], 0)).unwrap(),
+        batch_of(slower),
+        batch_of(smaller),
         rmp_serde::to_vec(&(1.5, (salted, after), 0)).unwrap(),
     ];
     for (at, payload) in cases.iter().enumerate() {
@@ -581,15 +542,11 @@ fn events_of_newer_engines_do_not_interrupt_the_stream() {
 fn unreadable_events_make_the_source_inexact() {
     let mut stream = TestStream::new(ResyncMode::Keep);
     let text_tokens = store_event(1, &serde_json::json!({"token_ids": [1, "image"]}));
-    stream.send(&pack(&serde_json::json!([1.5, [text_tokens], 0])));
+    stream.send(&batch_of(text_tokens));
     assert_eq!(stream.status(), INCOMPLETE);
     let mut stream = TestStream::new(ResyncMode::Keep);
     stream.store(None, &[1]);
-    stream.send(&pack(&serde_json::json!([
-        1.5,
-        [["BlockRemoved", ["sha"]]],
-        0
-    ])));
+    stream.send(&batch_of(("BlockRemoved", ["sha"])));
     assert_eq!(stream.status(), STALE, "the removed block is unknown");
     stream.store(None, &[2]);
     assert_eq!((stream.facts().undecodable, stream.facts().gaps), (0, 0));
@@ -598,19 +555,11 @@ fn unreadable_events_make_the_source_inexact() {
 #[test]
 fn blocks_of_unnamed_adapter_are_not_indexed() {
     let mut stream = TestStream::new(ResyncMode::Keep);
-    let lora = |fields| store_event(1, &fields);
-    stream.send(&pack(&serde_json::json!([
-        1.5,
-        [lora(serde_json::json!({"lora_id": 3}))],
-        0
-    ])));
+    let lora = |id| batch_of(store_event(1, &serde_json::json!({"lora_id": id})));
+    stream.send(&lora(Some(3)));
     assert_eq!(stream.holds(&[1]), 0);
     assert_eq!(count(&stream.metrics, "filtered_unnamed_adapter"), 1);
-    stream.send(&pack(&serde_json::json!([
-        1.5,
-        [lora(serde_json::json!({"lora_id": null}))],
-        0
-    ])));
+    stream.send(&lora(None));
     assert_eq!(stream.holds(&[1]), 1);
 }
 

@@ -6,9 +6,8 @@ use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::*;
-use crate::kv_events::{MediaTokens, RankSink, SourceSpec};
+use crate::kv_events::{RankSink, SourceSpec};
 use warmroute_core::index::{ApplyOutcome, KvEvent};
-use warmroute_core::worker::{BlockSize, DpRank, EventSource, SocketAttach, WorkerId, WorkerRank};
 use warmroute_metrics::Metrics;
 
 /// Content of the index, and whether a loss was recorded since it was last cleared.
@@ -44,25 +43,7 @@ fn sink(held: &Arc<Mutex<Held>>) -> RankSink {
 }
 
 fn applier(held: &Arc<Mutex<Held>>) -> EventApplier {
-    let source = EventSource {
-        endpoint: String::new(),
-        topic: String::new(),
-        attach: SocketAttach::Connect,
-        replay: None,
-    };
-    let spec = SourceSpec {
-        engine: String::new(),
-        worker_name: String::new(),
-        rank: WorkerRank {
-            worker: WorkerId(1),
-            rank: DpRank(0),
-        },
-        source,
-        block_size: BlockSize::new(1).unwrap(),
-        media: MediaTokens::default(),
-        resync: Default::default(),
-        max_message: 1 << 20,
-    };
+    let spec = SourceSpec::for_test(1);
     EventApplier::new(
         &spec,
         sink(held),

@@ -18,11 +18,12 @@ fn sequencer_at(applied: Option<u64>, live: Option<u64>) -> Sequencer {
 
 #[test]
 fn live_batch_is_classified_by_both_positions() {
+    let gap = |from, to| LiveAction::Gap(SequenceGap { from, to });
     let cases = [
         (None, None, 0, LiveAction::Apply),
-        (None, None, 5, LiveAction::Gap { from: 0, to: 5 }),
+        (None, None, 5, gap(0, 5)),
         (Some(4), Some(4), 5, LiveAction::Apply),
-        (Some(4), Some(4), 7, LiveAction::Gap { from: 5, to: 7 }),
+        (Some(4), Some(4), 7, gap(5, 7)),
         (Some(9), Some(4), 7, LiveAction::Stale),
         (Some(9), Some(4), 9, LiveAction::Stale),
         (Some(9), Some(4), 10, LiveAction::Apply),
@@ -31,7 +32,7 @@ fn live_batch_is_classified_by_both_positions() {
         (Some(9), Some(7), 7, LiveAction::Restart),
         (Some(4), None, 3, LiveAction::Stale),
         // An undecodable batch was received but not applied.
-        (Some(4), Some(5), 6, LiveAction::Gap { from: 5, to: 6 }),
+        (Some(4), Some(5), 6, gap(5, 6)),
     ];
     for (applied, live, seq, expected) in cases {
         assert_eq!(
@@ -57,14 +58,15 @@ fn repeated_last_batch_is_no_restart() {
 
 #[test]
 fn replayed_batch_is_classified_by_number_and_content() {
+    let gap = |from, to| ReplayAction::Gap(SequenceGap { from, to });
     let cases = [
         (None, 0, 1, ReplayAction::Apply),
-        (None, 3, 1, ReplayAction::Gap { from: 0, to: 3 }),
+        (None, 3, 1, gap(0, 3)),
         (Some(4), 4, 1, ReplayAction::Duplicate),
         (Some(4), 4, 2, ReplayAction::Restart),
         (Some(4), 2, 2, ReplayAction::Duplicate),
         (Some(4), 5, 2, ReplayAction::Apply),
-        (Some(4), 6, 2, ReplayAction::Gap { from: 5, to: 6 }),
+        (Some(4), 6, 2, gap(5, 6)),
     ];
     for (applied, seq, content, expected) in cases {
         assert_eq!(

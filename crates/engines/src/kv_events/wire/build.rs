@@ -1,13 +1,14 @@
 //! Builds events from their undecoded fields.
 
 use serde::Deserialize;
+use warmroute_core::block::EngineHash;
 
 use super::event::{
     BlockOwnership, EngineEvent, EventAdapter, EventOrigin, EventTokens, SkippedEvent,
     StorageMedium, StoredEvent,
 };
 use super::fields::{EventEncoding, EventField, EventFields, EventType};
-use super::value::{self, BlockMedia, CacheNamespace, EnumText, SizedList, WireHash, WireHashes};
+use super::value::{self, BlockMedia, CacheNamespace, SizedList, WireHash};
 
 /// Maximum length of an unknown event type in logs, in characters.
 const MAX_TYPE_NAME: usize = 40;
@@ -36,14 +37,11 @@ fn build_stored(raw: &EventFields<'_>) -> Result<StoredEvent, &'static str> {
     let (lora_name, namespace_salt) = match raw.read(EventField::LoraName)? {
         None => (None, None),
         Some(CacheNamespace::Lora(name)) => (Some(name), None),
-        Some(CacheNamespace::Salt {
-            cache_salt,
-            lora_name,
-        }) => (lora_name, Some(cache_salt)),
+        Some(CacheNamespace::Salt(fields)) => (fields.lora_name, Some(fields.cache_salt)),
     };
     let media = raw.read::<SizedList<Option<BlockMedia>>>(EventField::Media)?;
     Ok(StoredEvent {
-        hashes: raw.require::<WireHashes>(EventField::Hashes)?.0,
+        hashes: hashes(raw)?,
         parent: raw.read(EventField::Parent)?.map(|WireHash(parent)| parent),
         tokens: add_lookahead(
             raw.require(EventField::Tokens)?,
@@ -78,9 +76,14 @@ fn add_lookahead(
 
 fn build_removed(raw: &EventFields<'_>) -> Result<EngineEvent, &'static str> {
     Ok(EngineEvent::Removed {
-        hashes: raw.require::<WireHashes>(EventField::Hashes)?.0,
+        hashes: hashes(raw)?,
         origin: origin(raw)?,
     })
+}
+
+fn hashes(raw: &EventFields<'_>) -> Result<Vec<EngineHash>, &'static str> {
+    let SizedList(hashes) = raw.require::<SizedList<WireHash>>(EventField::Hashes)?;
+    Ok(hashes.into_iter().map(|WireHash(hash)| hash).collect())
 }
 
 /// Returns the adapter of a store. Caches are separated by the adapter's name, so the numeric id
@@ -94,11 +97,10 @@ fn adapter(name: Option<String>, id: Option<&[u8]>) -> EventAdapter {
 }
 
 fn origin(raw: &EventFields<'_>) -> Result<EventOrigin, &'static str> {
-    let kind = raw.read(EventField::Kind)?;
     Ok(EventOrigin {
         medium: raw.text(EventField::Medium, StorageMedium::Unknown),
         group: raw.read(EventField::Group)?,
-        kind: kind.map(|EnumText(kind)| kind),
+        kind: raw.read::<&str>(EventField::Kind)?.map(Into::into),
         window: raw.read(EventField::Window)?,
         locality: raw.text(EventField::Locality, super::StorageLocality::Remote),
         ownership: raw.text(EventField::Ownership, BlockOwnership::Unknown),
@@ -120,9 +122,9 @@ impl<'a> EventFields<'a> {
 
     /// Classifies an optional text. A value of another type is classified as `unknown`.
     fn text<T: Default + for<'t> From<&'t str>>(&self, field: EventField, unknown: T) -> T {
-        match self.get(field).map(value::decode) {
+        match self.get(field).map(value::decode::<&str>) {
             None => T::default(),
-            Some(Some(EnumText(known))) => known,
+            Some(Some(known)) => known.into(),
             Some(None) => unknown,
         }
     }

@@ -149,7 +149,10 @@ impl<'a> EventFields<'a> {
             (EventField::Locality, TailType::Text),
             (EventField::Ownership, TailType::Text),
         ];
-        let fits = |(value, (_, expected)): (&&[u8], &(EventField, TailType))| matches!(TailType::of(value), found if found == TailType::Nil || found == *expected);
+        let fits = |(value, (_, expected)): (&&[u8], &(EventField, TailType))| {
+            let found = TailType::of(value);
+            found == TailType::Nil || found == *expected
+        };
         if tail.len() >= 4 && tail.iter().zip(&LAYOUT).all(fits) {
             for (value, (field, _)) in tail.iter().zip(LAYOUT) {
                 self.set(field, value);

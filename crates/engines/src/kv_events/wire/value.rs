@@ -3,6 +3,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{self, Deserialize, Deserializer, IgnoredAny, SeqAccess, Visitor};
 
 use super::event::{EventTokens, ExtraKey};
@@ -72,39 +73,6 @@ impl<'de> Deserialize<'de> for WireHash {
     }
 }
 
-/// Block hashes in order.
-pub(super) struct WireHashes(pub(super) Vec<EngineHash>);
-
-impl<'de> Deserialize<'de> for WireHashes {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let SizedList(hashes) = SizedList::<WireHash>::deserialize(deserializer)?;
-        Ok(WireHashes(
-            hashes.into_iter().map(|WireHash(hash)| hash).collect(),
-        ))
-    }
-}
-
-/// A text that is classified while it is decoded.
-pub(super) struct EnumText<T>(pub(super) T);
-
-impl<'de, T: for<'a> From<&'a str>> Deserialize<'de> for EnumText<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct TextVisitor<T>(PhantomData<T>);
-        impl<T: for<'a> From<&'a str>> Visitor<'_> for TextVisitor<T> {
-            type Value = EnumText<T>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a string")
-            }
-
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<EnumText<T>, E> {
-                Ok(EnumText(T::from(text)))
-            }
-        }
-        deserializer.deserialize_str(TextVisitor(PhantomData))
-    }
-}
-
 impl<'de> Deserialize<'de> for EventTokens {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct TokensVisitor;
@@ -168,15 +136,10 @@ impl<'de> Deserialize<'de> for LeadingToken {
                     .map_err(|_| E::invalid_value(de::Unexpected::Unsigned(id), &"a token id"))
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<LeadingToken, A::Error> {
-                let pair = LeadingToken::Pair(
-                    next_required(&mut seq, "first token")?,
-                    next_required(&mut seq, "second token")?,
-                );
-                match seq.next_element::<IgnoredAny>()? {
-                    None => Ok(pair),
-                    Some(_) => Err(de::Error::invalid_length(3, &"a pair of token ids")),
-                }
+            fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<LeadingToken, A::Error> {
+                let pair = SeqAccessDeserializer::new(seq);
+                <(u32, u32)>::deserialize(pair)
+                    .map(|(first, second)| LeadingToken::Pair(first, second))
             }
         }
         deserializer.deserialize_any(TokenVisitor)
@@ -282,20 +245,17 @@ pub(super) fn media_hashes(blocks: Vec<Option<BlockMedia>>) -> Vec<Vec<u64>> {
 /// Value at the position of the adapter name: a name, or SGLang's map with the salt.
 pub(super) enum CacheNamespace {
     Lora(String),
-    Salt {
-        cache_salt: String,
-        lora_name: Option<String>,
-    },
+    Salt(NamespaceFields),
+}
+
+#[derive(serde::Deserialize)]
+pub(super) struct NamespaceFields {
+    pub(super) cache_salt: String,
+    pub(super) lora_name: Option<String>,
 }
 
 impl<'de> Deserialize<'de> for CacheNamespace {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(serde::Deserialize)]
-        struct NamespaceFields {
-            cache_salt: String,
-            #[serde(default)]
-            lora_name: Option<String>,
-        }
         struct NamespaceVisitor;
         impl<'de> Visitor<'de> for NamespaceVisitor {
             type Value = CacheNamespace;
@@ -309,23 +269,10 @@ impl<'de> Deserialize<'de> for CacheNamespace {
             }
 
             fn visit_map<A: de::MapAccess<'de>>(self, map: A) -> Result<CacheNamespace, A::Error> {
-                let names =
-                    NamespaceFields::deserialize(de::value::MapAccessDeserializer::new(map))?;
-                Ok(CacheNamespace::Salt {
-                    cache_salt: names.cache_salt,
-                    lora_name: names.lora_name,
-                })
+                let fields = MapAccessDeserializer::new(map);
+                NamespaceFields::deserialize(fields).map(CacheNamespace::Salt)
             }
         }
         deserializer.deserialize_any(NamespaceVisitor)
     }
-}
-
-/// Decodes the next element, which is required.
-fn next_required<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(
-    seq: &mut A,
-    name: &'static str,
-) -> Result<T, A::Error> {
-    seq.next_element()?
-        .ok_or_else(|| de::Error::missing_field(name))
 }

@@ -111,6 +111,27 @@ async fn read_preface(
         .unwrap();
 }
 
+/// Opens stream 1.
+async fn open_stream(connection: &mut AcceptedConnection<DuplexStream>, client: &mut DuplexStream) {
+    client.write_all(&headers(4)).await.unwrap();
+    connection.read_exact(&mut [0; 10]).await.unwrap();
+}
+
+async fn assert_stays_open(connection: &mut AcceptedConnection<DuplexStream>, time: Duration) {
+    let read = timeout(time, connection.read_u8()).await;
+    assert!(read.is_err(), "the connection stays open");
+}
+
+async fn assert_closed(client: &mut DuplexStream) {
+    let length = client.read(&mut [0; 1]).await.unwrap();
+    assert_eq!(length, 0, "the connection is closed");
+}
+
+async fn assert_accepts_nothing(listener: &mut TestListener) {
+    let accepted = timeout(Duration::from_secs(1), listener.next()).await;
+    assert!(accepted.is_err());
+}
+
 #[tokio::test(start_paused = true)]
 async fn idle_connection_is_replaced_and_used_ones_stay() {
     let (incoming, mut listener, metrics) = listener(false, 2, None);
@@ -120,8 +141,7 @@ async fn idle_connection_is_replaced_and_used_ones_stay() {
     let mut idle = listener.next().await.unwrap();
     read_preface(&mut used, &mut used_client).await;
     read_preface(&mut idle, &mut idle_client).await;
-    used_client.write_all(&headers(4)).await.unwrap();
-    used.read_exact(&mut [0; 10]).await.unwrap();
+    open_stream(&mut used, &mut used_client).await;
     let reading = tokio::spawn(async move { idle.read_u8().await });
     tokio::task::yield_now().await;
 
@@ -133,12 +153,7 @@ async fn idle_connection_is_replaced_and_used_ones_stay() {
     );
     assert_eq!(closed(&metrics, "evicted"), 1);
     assert_eq!(metrics.listeners.connections.get_or_create(&LABEL).get(), 2);
-    assert!(
-        timeout(Duration::from_secs(1), used.read_u8())
-            .await
-            .is_err(),
-        "the connection stays open"
-    );
+    assert_stays_open(&mut used, Duration::from_secs(1)).await;
     // The end of the stream, sent by the server, makes the connection idle.
     used.write_all(&[0, 0, 0, 0, 1, 0, 0, 0, 1]).await.unwrap();
     let _fourth_client = connect(&incoming);
@@ -159,20 +174,13 @@ async fn connection_used_since_its_eviction_stays() {
     let mut used = listener.next().await.unwrap();
     read_preface(&mut chosen, &mut clients[0]).await;
     read_preface(&mut used, &mut clients[1]).await;
-    clients[1].write_all(&headers(4)).await.unwrap();
-    used.read_exact(&mut [0; 10]).await.unwrap();
+    open_stream(&mut used, &mut clients[1]).await;
     // The first connection is selected for eviction while it has no stream. A stream arrives before
     // its task runs.
     let _third_client = connect(&incoming);
     let mut third = listener.next().await.unwrap();
-    clients[0].write_all(&headers(4)).await.unwrap();
-    chosen.read_exact(&mut [0; 10]).await.unwrap();
-    assert!(
-        timeout(Duration::from_secs(1), chosen.read_u8())
-            .await
-            .is_err(),
-        "the connection stays open"
-    );
+    open_stream(&mut chosen, &mut clients[0]).await;
+    assert_stays_open(&mut chosen, Duration::from_secs(1)).await;
     // The first connection counts as used again, so the next connection replaces the one without
     // streams.
     let _fourth_client = connect(&incoming);
@@ -257,19 +265,10 @@ async fn connection_is_refused_while_all_others_are_used() {
     let mut client = connect(&incoming);
     let mut connection = listener.next().await.unwrap();
     read_preface(&mut connection, &mut client).await;
-    client.write_all(&headers(4)).await.unwrap();
-    connection.read_exact(&mut [0; 10]).await.unwrap();
+    open_stream(&mut connection, &mut client).await;
     let mut second = connect(&incoming);
-    assert!(
-        timeout(Duration::from_secs(1), listener.next())
-            .await
-            .is_err()
-    );
-    assert_eq!(
-        second.read(&mut [0; 1]).await.unwrap(),
-        0,
-        "the connection is closed"
-    );
+    assert_accepts_nothing(&mut listener).await;
+    assert_closed(&mut second).await;
     assert_eq!(
         metrics
             .listeners
@@ -324,18 +323,14 @@ async fn idle_limit_spares_connections_with_open_streams() {
     let mut used = listener.next().await.unwrap();
     read_preface(&mut idle, &mut clients[0]).await;
     read_preface(&mut used, &mut clients[1]).await;
-    clients[1].write_all(&headers(4)).await.unwrap();
-    used.read_exact(&mut [0; 10]).await.unwrap();
+    open_stream(&mut used, &mut clients[1]).await;
     let error = timeout(IDLE * 2, idle.read_u8())
         .await
         .unwrap()
         .unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     assert_eq!(closed(&metrics, "idle"), 1);
-    assert!(
-        timeout(IDLE * 10, used.read_u8()).await.is_err(),
-        "the connection stays open"
-    );
+    assert_stays_open(&mut used, IDLE * 10).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -388,11 +383,7 @@ async fn slow_handshake_expires_and_delays_no_other() {
         (outcome("failed"), outcome("expired"), error("timeout")),
         (1, 2, 2)
     );
-    assert_eq!(
-        silent[0].read(&mut [0; 1]).await.unwrap(),
-        0,
-        "the connection is closed"
-    );
+    assert_closed(&mut silent[0]).await;
     assert_eq!(metrics.listeners.connections.get_or_create(&LABEL).get(), 0);
 }
 
@@ -400,22 +391,10 @@ async fn slow_handshake_expires_and_delays_no_other() {
 async fn full_listener_replaces_pending_handshake() {
     let (incoming, mut listener, metrics) = listener(true, 1, None);
     let mut first = connect(&incoming);
-    assert!(
-        timeout(Duration::from_secs(1), listener.next())
-            .await
-            .is_err()
-    );
+    assert_accepts_nothing(&mut listener).await;
     let _second = connect(&incoming);
-    assert!(
-        timeout(Duration::from_secs(1), listener.next())
-            .await
-            .is_err()
-    );
-    assert_eq!(
-        first.read(&mut [0; 1]).await.unwrap(),
-        0,
-        "the connection is closed"
-    );
+    assert_accepts_nothing(&mut listener).await;
+    assert_closed(&mut first).await;
     assert_eq!(closed(&metrics, "evicted"), 1);
 }
 

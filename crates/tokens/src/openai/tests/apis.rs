@@ -40,6 +40,10 @@ fn unknown_prompt(text_bytes: usize, reason: UnknownPromptReason) -> PromptInput
     PromptInput::Unknown(UnknownPrompt { text_bytes, reason })
 }
 
+fn tokens(lists: &[&[u32]]) -> PromptInput {
+    PromptInput::Tokens(lists.iter().map(|list| list.to_vec()).collect())
+}
+
 fn texts(texts: &[&str]) -> PromptInput {
     PromptInput::Texts(texts.iter().map(|text| (*text).to_owned()).collect())
 }
@@ -56,12 +60,12 @@ fn prompts_of_pooling_apis_are_read() {
         (
             ApiKind::Pooling,
             json!({"input": [1, 2], "padding": "do_not_pad"}),
-            PromptInput::Tokens(vec![vec![1, 2]]),
+            tokens(&[&[1, 2]]),
         ),
         (
             ApiKind::Classify,
             json!({"input": [[1], [2]]}),
-            PromptInput::Tokens(vec![vec![1], vec![2]]),
+            tokens(&[&[1], &[2]]),
         ),
         (
             ApiKind::Pooling,
@@ -78,40 +82,18 @@ fn prompts_of_pooling_apis_are_read() {
 
 #[test]
 fn prompts_of_sglang_are_read() {
-    let built = UnknownPromptReason::BuiltByEngine;
-    assert_prompts(vec![
-        (ApiKind::SglangGenerate, json!({"text": "a"}), texts(&["a"])),
-        (
-            ApiKind::SglangGenerate,
-            json!({"text": ["a", "b"]}),
-            texts(&["a", "b"]),
-        ),
-        (
-            ApiKind::SglangGenerate,
-            json!({"input_ids": [1, 2]}),
-            PromptInput::Tokens(vec![vec![1, 2]]),
-        ),
-        (
-            ApiKind::SglangGenerate,
-            json!({"input_ids": [[1], [2]]}),
-            PromptInput::Tokens(vec![vec![1], vec![2]]),
-        ),
-        (
-            ApiKind::SglangGenerate,
-            json!({"input_embeds": [[0.5]]}),
-            PromptInput::Embeddings,
-        ),
-        (
-            ApiKind::SglangGenerate,
-            json!({"text": "abc", "image_data": "x"}),
-            unknown_prompt(3, built),
-        ),
-        (
-            ApiKind::SglangGenerate,
-            json!({"text": "abc", "extra_key": "x"}),
-            unknown_prompt(3, built),
-        ),
-    ]);
+    let unknown = unknown_prompt(3, UnknownPromptReason::BuiltByEngine);
+    let cases = [
+        (json!({"text": "a"}), texts(&["a"])),
+        (json!({"text": ["a", "b"]}), texts(&["a", "b"])),
+        (json!({"input_ids": [1, 2]}), tokens(&[&[1, 2]])),
+        (json!({"input_ids": [[1], [2]]}), tokens(&[&[1], &[2]])),
+        (json!({"input_embeds": [[0.5]]}), PromptInput::Embeddings),
+        (json!({"text": "abc", "image_data": "x"}), unknown.clone()),
+        (json!({"text": "abc", "extra_key": "x"}), unknown),
+    ];
+    let cases = cases.map(|(body, prompt)| (ApiKind::SglangGenerate, body, prompt));
+    assert_prompts(cases.into());
 }
 
 #[test]
@@ -121,7 +103,7 @@ fn prompts_of_other_apis_are_read() {
         (
             ApiKind::VllmGenerate,
             json!({"token_ids": [1, 2]}),
-            PromptInput::Tokens(vec![vec![1, 2]]),
+            tokens(&[&[1, 2]]),
         ),
         (
             ApiKind::VllmGenerate,
@@ -169,8 +151,7 @@ fn prompts_of_other_apis_are_read() {
 
 /// Checks the prompt of each body.
 fn assert_prompts(cases: Vec<(ApiKind, Value, PromptInput)>) {
-    for (api, body, expected) in cases {
-        let mut body = body;
+    for (api, mut body, expected) in cases {
         body["model"] = json!("m");
         let request = read(api, &body);
         let expected = match expected {
@@ -257,9 +238,10 @@ fn responses_and_messages_read_common_fields() {
     );
 
     let body = json!({"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "stream": true,
-        "output_config": {"effort": "low"}, "thinking": {"type": "enabled"}, "metadata": {"user_id": "u"}});
+        "cache_salt": "s", "output_config": {"effort": "low"}, "thinking": {"type": "enabled"}, "metadata": {"user_id": "u"}});
     let request = read(ApiKind::Messages, &body);
     assert_eq!((request.stream, request.max_output_tokens), (true, Some(5)));
+    assert_eq!(request.cache_salt.as_deref(), Some("s"));
     let PromptInput::Chat(chat) = request.prompt else {
         panic!()
     };
@@ -421,7 +403,7 @@ fn load_estimate_counts_tools_calls_and_reasoning() {
 #[test]
 fn non_text_parts_make_prompt_unknown() {
     let body = |parts: Value| json!({"token_ids": [1, 2], "content_parts": parts});
-    let known = PromptInput::Tokens(vec![vec![1, 2]]);
+    let known = tokens(&[&[1, 2]]);
     for (parts, expected) in [
         (Value::Null, known.clone()),
         (json!([]), known.clone()),
@@ -441,15 +423,6 @@ fn non_text_parts_make_prompt_unknown() {
             "{parts}"
         );
     }
-}
-
-#[test]
-fn messages_request_keeps_cache_salt() {
-    let body = json!({"messages": [{"role": "user", "content": "x"}], "cache_salt": "s"});
-    assert_eq!(
-        read(ApiKind::Messages, &body).cache_salt.as_deref(),
-        Some("s")
-    );
 }
 
 #[test]

@@ -13,10 +13,12 @@ use super::TokenUsage;
 pub(super) struct UsageCounts {
     prompt_tokens: OptionalCount,
     completion_tokens: OptionalCount,
+    #[serde(deserialize_with = "object_or_default")]
     prompt_tokens_details: TokenDetails,
     /// Prompt tokens in the Responses and Messages APIs.
     input_tokens: OptionalCount,
     output_tokens: OptionalCount,
+    #[serde(deserialize_with = "object_or_default")]
     input_tokens_details: TokenDetails,
     /// The Messages API reports these in addition to `input_tokens`.
     cache_read_input_tokens: OptionalCount,
@@ -25,7 +27,8 @@ pub(super) struct UsageCounts {
     cached_tokens: OptionalCount,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
 struct TokenDetails {
     cached_tokens: OptionalCount,
 }
@@ -102,41 +105,23 @@ impl UsageCounts {
     }
 }
 
-/// Parses a usage object.
-pub(super) fn parse_counts(json: &[u8]) -> Option<UsageCounts> {
-    if json.first() != Some(&b'{') {
-        return None;
-    }
-    serde_json::from_slice(json).ok()
+/// Parses a value if it is an object.
+pub(super) fn parse_object<'a, T: Deserialize<'a>>(json: &'a RawValue) -> Option<T> {
+    let text = json.get();
+    text.starts_with('{')
+        .then(|| serde_json::from_str(text).ok())?
 }
 
-/// Parses a usage object, if there is one.
-pub(super) fn parse_raw_counts(json: Option<&RawValue>) -> Option<UsageCounts> {
-    parse_counts(json?.get().as_bytes())
+/// Deserializes an object, or returns the default for any other value.
+pub(super) fn object_or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(
+    deserializer: D,
+) -> Result<T, D::Error> {
+    <&RawValue>::deserialize(deserializer).map(|raw| parse_object(raw).unwrap_or_default())
 }
 
 impl<'de> Deserialize<'de> for OptionalCount {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = <&RawValue>::deserialize(deserializer)?;
         Ok(Self(raw.get().parse().ok()))
-    }
-}
-
-impl<'de> Deserialize<'de> for TokenDetails {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Default, Deserialize)]
-        #[serde(default)]
-        struct CachedTokensField {
-            cached_tokens: OptionalCount,
-        }
-        let raw = <&RawValue>::deserialize(deserializer)?.get();
-        let parsed = if raw.starts_with('{') {
-            serde_json::from_str::<CachedTokensField>(raw).unwrap_or_default()
-        } else {
-            CachedTokensField::default()
-        };
-        Ok(Self {
-            cached_tokens: parsed.cached_tokens,
-        })
     }
 }

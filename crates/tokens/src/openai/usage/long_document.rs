@@ -1,7 +1,7 @@
 //! Usage of a JSON response that is too long to buffer. The usage is extracted while the bytes
 //! pass, and nothing else is stored.
 
-use super::counts::{UsageCounts, parse_counts};
+use super::counts::{UsageCounts, parse_object};
 use crate::openai::json_stream::{JsonStreamScanner, ValueBoundary, WantedPaths};
 
 const USAGE_PATHS: WantedPaths = &[&["usage"], &["meta_info"]];
@@ -42,7 +42,7 @@ impl LongDocument {
                     let counts = self
                         .usage_bytes
                         .take()
-                        .and_then(|usage| parse_counts(&usage));
+                        .and_then(|usage| parse_object(serde_json::from_slice(&usage).ok()?));
                     self.counts = counts.or(self.counts);
                 }
                 None => {}

@@ -2,14 +2,15 @@
 //! embeddings, the Responses API, the Messages API, and SGLang's native API.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::fmt;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::OutputEvidence;
-use super::counts::{UsageCounts, parse_raw_counts};
+use super::counts::{UsageCounts, object_or_default, parse_object};
 
 /// Usage and content of one event.
 #[derive(Debug, Default)]
@@ -75,7 +76,7 @@ pub(super) fn parse_event(json: &[u8]) -> Option<ParsedEvent> {
         b'[' => {
             let mut sum = ParsedEvent::default();
             for answer in serde_json::from_slice::<Vec<&RawValue>>(json).ok()? {
-                let parsed = parse_object(answer)?;
+                let parsed = parse_object::<ResponseEvent<'_>>(answer)?.to_parsed();
                 if let Some(counts) = parsed.counts {
                     sum.counts.get_or_insert_default().add(counts);
                 }
@@ -88,113 +89,81 @@ pub(super) fn parse_event(json: &[u8]) -> Option<ParsedEvent> {
     }
 }
 
-fn parse_object(json: &RawValue) -> Option<ParsedEvent> {
-    json.get()
-        .starts_with('{')
-        .then(|| serde_json::from_str::<ResponseEvent<'_>>(json.get()).ok())?
-        .map(|answer| answer.to_parsed())
-}
-
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
+#[serde(default)]
 struct ResponseEvent<'a> {
     /// Event type in the Responses and Messages APIs, or type of a complete response.
-    #[serde(default, borrow, rename = "type")]
+    #[serde(borrow, rename = "type")]
     kind: Option<&'a RawValue>,
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     usage: Option<&'a RawValue>,
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     meta_info: Option<&'a RawValue>,
-    #[serde(default)]
     choices: Option<Vec<ResponseChoice>>,
     /// Text, or an object with text.
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     delta: Option<&'a RawValue>,
     /// Response so far, in events of the Responses and Messages APIs.
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     response: Option<&'a RawValue>,
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     message: Option<&'a RawValue>,
-    #[serde(default)]
     text: NonEmptyValue,
-    #[serde(default)]
     output_ids: NonEmptyValue,
     /// Content of a complete response.
-    #[serde(default)]
     content: NonEmptyValue,
-    #[serde(default)]
     output: NonEmptyValue,
     /// Log probabilities of a Responses API delta.
-    #[serde(default)]
     logprobs: ListLength,
     /// Output item of a Responses API event.
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     item: Option<&'a RawValue>,
     /// Block that a Messages API event starts.
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     content_block: Option<&'a RawValue>,
-    #[serde(default)]
     error: NonEmptyValue,
     /// Type of an object of the OpenAI APIs.
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     object: Option<&'a RawValue>,
 }
 
 /// Response object nested in an event of the Responses or Messages API.
 #[derive(Default, Deserialize)]
+#[serde(default)]
 struct NestedResponse<'a> {
-    #[serde(default, borrow)]
+    #[serde(borrow)]
     usage: Option<&'a RawValue>,
-    #[serde(default)]
     output: NonEmptyValue,
 }
 
-/// Output item of the Responses API, or content block of the Messages API. The engine has generated
-/// all of these fields; items and blocks without them only announce output.
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct OutputItem {
-    text: NonEmptyValue,
-    thinking: NonEmptyValue,
-    data: NonEmptyValue,
-    name: NonEmptyValue,
-    arguments: NonEmptyValue,
-    input: NonEmptyValue,
-    content: NonEmptyValue,
-    summary: NonEmptyValue,
-    code: NonEmptyValue,
-    action: NonEmptyValue,
-}
+/// Members of an output item of the Responses API, or of a content block of the Messages API, that
+/// the engine has generated. Items and blocks without them only announce output.
+const GENERATED_MEMBERS: [&str; 10] = [
+    "text",
+    "thinking",
+    "data",
+    "name",
+    "arguments",
+    "input",
+    "content",
+    "summary",
+    "code",
+    "action",
+];
 
-impl OutputItem {
-    fn has_content(json: Option<&RawValue>) -> bool {
-        let item = json.filter(|raw| raw.get().starts_with('{'));
-        let item = item.and_then(|raw| serde_json::from_str::<Self>(raw.get()).ok());
-        item.is_some_and(|item| {
-            [
-                item.text,
-                item.thinking,
-                item.data,
-                item.name,
-                item.arguments,
-                item.input,
-                item.content,
-                item.summary,
-                item.code,
-                item.action,
-            ]
-            .contains(&NonEmptyValue(true))
-        })
-    }
+fn has_generated_member(item: Option<&RawValue>) -> bool {
+    let item = item.and_then(parse_object::<HashMap<String, NonEmptyValue>>);
+    let item = item.unwrap_or_default();
+    item.iter()
+        .any(|(name, value)| value.0 && GENERATED_MEMBERS.contains(&name.as_str()))
 }
 
 /// Delta of a Messages API event.
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
+#[serde(default)]
 struct AnthropicDelta {
-    #[serde(default)]
     text: NonEmptyValue,
-    #[serde(default)]
     thinking: NonEmptyValue,
-    #[serde(default)]
     partial_json: NonEmptyValue,
 }
 
@@ -209,13 +178,13 @@ impl ResponseEvent<'_> {
             kind if kind.starts_with("response.") => self.response,
             _ => None,
         };
-        let nested = nested.filter(|raw| raw.get().starts_with('{'));
         let nested = nested
-            .and_then(|raw| serde_json::from_str::<NestedResponse<'_>>(raw.get()).ok())
+            .and_then(parse_object::<NestedResponse<'_>>)
             .unwrap_or_default();
-        let counts = parse_raw_counts(self.usage)
-            .or_else(|| parse_raw_counts(self.meta_info))
-            .or_else(|| parse_raw_counts(nested.usage));
+        let counts = [self.usage, self.meta_info, nested.usage]
+            .into_iter()
+            .flatten()
+            .find_map(parse_object::<UsageCounts>);
         let is_last = matches!(
             &*kind,
             "message_stop"
@@ -256,7 +225,7 @@ impl ResponseEvent<'_> {
             return OutputEvidence::Error;
         }
         let has_content = match kind {
-            "content_block_start" => OutputItem::has_content(self.content_block),
+            "content_block_start" => has_generated_member(self.content_block),
             "message_delta" => return OutputEvidence::Ended,
             "message_start"
             | "ping"
@@ -264,9 +233,7 @@ impl ResponseEvent<'_> {
             | "content_block_stop"
             | "message_stop"
             | "message" => false,
-            kind if kind.starts_with("response.") => {
-                self.text.0 || OutputItem::has_content(self.item)
-            }
+            kind if kind.starts_with("response.") => self.text.0 || has_generated_member(self.item),
             _ => {
                 let choices = self.choices.as_deref().unwrap_or_default();
                 if choices.iter().any(|choice| choice.finish_reason.0) {
@@ -286,9 +253,7 @@ impl ResponseEvent<'_> {
     fn content(&self, kind: &str) -> EventContent {
         let is_there = match kind {
             "content_block_delta" => {
-                let piece = self.delta.filter(|raw| raw.get().starts_with('{'));
-                let piece =
-                    piece.and_then(|raw| serde_json::from_str::<AnthropicDelta>(raw.get()).ok());
+                let piece = self.delta.and_then(parse_object::<AnthropicDelta>);
                 piece.is_some_and(|piece| {
                     [piece.text, piece.thinking, piece.partial_json].contains(&NonEmptyValue(true))
                 })
@@ -316,19 +281,15 @@ impl ResponseEvent<'_> {
     }
 }
 
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
+#[serde(default)]
 struct ResponseChoice {
-    #[serde(default)]
     text: NonEmptyValue,
-    #[serde(default)]
     delta: Option<ChoiceContent>,
-    #[serde(default)]
     message: Option<ChoiceContent>,
-    #[serde(default)]
     finish_reason: NonEmptyValue,
-    #[serde(default)]
     token_ids: ListLength,
-    #[serde(default)]
+    #[serde(deserialize_with = "object_or_default")]
     logprobs: LogprobTokens,
 }
 
@@ -401,31 +362,11 @@ impl<'de> Deserialize<'de> for ListLength {
 
 /// Number of log probabilities of a choice. Chat completions list them in `content`, and
 /// completions in `tokens`.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Default, Deserialize)]
+#[serde(default)]
 struct LogprobTokens {
     content: ListLength,
     tokens: ListLength,
-}
-
-impl<'de> Deserialize<'de> for LogprobTokens {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Default, Deserialize)]
-        #[serde(default)]
-        struct LogprobLists {
-            content: ListLength,
-            tokens: ListLength,
-        }
-        let raw = <&RawValue>::deserialize(deserializer)?.get();
-        let lists = if raw.starts_with('{') {
-            serde_json::from_str::<LogprobLists>(raw).unwrap_or_default()
-        } else {
-            LogprobLists::default()
-        };
-        Ok(Self {
-            content: lists.content,
-            tokens: lists.tokens,
-        })
-    }
 }
 
 /// True for a value that is present and not empty. The value itself is not stored.
@@ -434,56 +375,12 @@ struct NonEmptyValue(bool);
 
 impl<'de> Deserialize<'de> for NonEmptyValue {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(NonEmptyValueVisitor)
-    }
-}
-
-struct NonEmptyValueVisitor;
-
-impl<'de> Visitor<'de> for NonEmptyValueVisitor {
-    type Value = NonEmptyValue;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("any value")
-    }
-
-    fn visit_unit<E>(self) -> Result<NonEmptyValue, E> {
-        Ok(NonEmptyValue(false))
-    }
-
-    fn visit_bool<E>(self, value: bool) -> Result<NonEmptyValue, E> {
-        Ok(NonEmptyValue(value))
-    }
-
-    fn visit_u64<E>(self, _: u64) -> Result<NonEmptyValue, E> {
-        Ok(NonEmptyValue(true))
-    }
-
-    fn visit_i64<E>(self, _: i64) -> Result<NonEmptyValue, E> {
-        Ok(NonEmptyValue(true))
-    }
-
-    fn visit_f64<E>(self, _: f64) -> Result<NonEmptyValue, E> {
-        Ok(NonEmptyValue(true))
-    }
-
-    fn visit_str<E>(self, text: &str) -> Result<NonEmptyValue, E> {
-        Ok(NonEmptyValue(!text.is_empty()))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<NonEmptyValue, A::Error> {
-        let mut filled = false;
-        while seq.next_element::<IgnoredAny>()?.is_some() {
-            filled = true;
-        }
-        Ok(NonEmptyValue(filled))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<NonEmptyValue, A::Error> {
-        let mut filled = false;
-        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
-            filled = true;
-        }
-        Ok(NonEmptyValue(filled))
+        let is_empty = match <&RawValue>::deserialize(deserializer)?.get() {
+            "null" | "false" | "\"\"" => true,
+            text => text
+                .strip_prefix(['[', '{'])
+                .is_some_and(|inner| inner.trim_start().len() == 1),
+        };
+        Ok(Self(!is_empty))
     }
 }

@@ -10,9 +10,7 @@ use minijinja::machinery::ast::{
 };
 use minijinja::value::ValueKind;
 
-use super::plan::{
-    ComparisonOp, LoopStep, PlanMacro, PlanStep, PlanTerm, RenderPlan, TermOperation, VariableSlot,
-};
+use super::plan::{LoopStep, PlanMacro, PlanStep, PlanTerm, RenderPlan, VariableSlot};
 
 /// Names of functions. A template variable with one of these names is not supported.
 const FUNCTIONS: [&str; 8] = [
@@ -303,7 +301,7 @@ impl PlanCompiler {
             },
             Expr::BinOp(node) => self.binary(expr, node),
             Expr::Compare(node) => match node.ops.as_slice() {
-                [op] => PlanTerm::Compare(comparison(op.op), self.pair(&node.expr, &op.expr)),
+                [op] => PlanTerm::Compare(op.op, self.pair(&node.expr, &op.expr)),
                 _ => PlanTerm::Unknown,
             },
             Expr::IfExpr(node) => match &node.false_expr {
@@ -343,18 +341,16 @@ impl PlanCompiler {
         }
         let pair = self.pair(&node.left, &node.right);
         match node.op {
-            BinOpKind::Eq => PlanTerm::Compare(ComparisonOp::Eq, pair),
-            BinOpKind::Ne => PlanTerm::Compare(ComparisonOp::Ne, pair),
-            BinOpKind::Lt => PlanTerm::Compare(ComparisonOp::Lt, pair),
-            BinOpKind::Lte => PlanTerm::Compare(ComparisonOp::Lte, pair),
-            BinOpKind::Gt => PlanTerm::Compare(ComparisonOp::Gt, pair),
-            BinOpKind::Gte => PlanTerm::Compare(ComparisonOp::Gte, pair),
-            BinOpKind::In => PlanTerm::Compare(ComparisonOp::In, pair),
+            BinOpKind::Eq => PlanTerm::Compare(CompareOpKind::Eq, pair),
+            BinOpKind::Ne => PlanTerm::Compare(CompareOpKind::Ne, pair),
+            BinOpKind::Lt => PlanTerm::Compare(CompareOpKind::Lt, pair),
+            BinOpKind::Lte => PlanTerm::Compare(CompareOpKind::Lte, pair),
+            BinOpKind::Gt => PlanTerm::Compare(CompareOpKind::Gt, pair),
+            BinOpKind::Gte => PlanTerm::Compare(CompareOpKind::Gte, pair),
+            BinOpKind::In => PlanTerm::Compare(CompareOpKind::In, pair),
             BinOpKind::ScAnd => PlanTerm::And(pair),
             BinOpKind::ScOr => PlanTerm::Or(pair),
-            BinOpKind::Add => PlanTerm::Arithmetic(TermOperation::Add, pair),
-            BinOpKind::Sub => PlanTerm::Arithmetic(TermOperation::Sub, pair),
-            BinOpKind::Rem => PlanTerm::Arithmetic(TermOperation::Rem, pair),
+            BinOpKind::Add | BinOpKind::Sub | BinOpKind::Rem => PlanTerm::Arithmetic(node.op, pair),
             BinOpKind::Concat
             | BinOpKind::Mul
             | BinOpKind::Div
@@ -372,19 +368,6 @@ fn operands_of<'t, 'e>(expr: &'t Expr<'e>, op: BinOpKind, into: &mut Vec<&'t Exp
             operands_of(&node.right, op, into);
         }
         _ => into.push(expr),
-    }
-}
-
-fn comparison(op: CompareOpKind) -> ComparisonOp {
-    match op {
-        CompareOpKind::Eq => ComparisonOp::Eq,
-        CompareOpKind::Ne => ComparisonOp::Ne,
-        CompareOpKind::Lt => ComparisonOp::Lt,
-        CompareOpKind::Lte => ComparisonOp::Lte,
-        CompareOpKind::Gt => ComparisonOp::Gt,
-        CompareOpKind::Gte => ComparisonOp::Gte,
-        CompareOpKind::In => ComparisonOp::In,
-        CompareOpKind::NotIn => ComparisonOp::NotIn,
     }
 }
 

@@ -8,10 +8,11 @@ mod lookup;
 use std::cell::RefCell;
 use std::rc::Rc;
 
+use minijinja::machinery::ast::CompareOpKind;
 use minijinja::value::ValueKind;
 
 use super::operations::{arithmetic, join, matches_test, print};
-use super::plan::{ComparisonOp, LoopStep, PlanMacro, PlanStep, PlanTerm, VariableSlot};
+use super::plan::{LoopStep, PlanMacro, PlanStep, PlanTerm, VariableSlot};
 use super::value::{EvalResult, LoopCounter, TemplateValue, UnsupportedError, message_field};
 use crate::prompt::conversation::TemplateMessage;
 use crate::prompt::python_methods::{self, TemplateClock};
@@ -356,15 +357,15 @@ impl<'a> PlanRun<'a> {
 
     fn evaluate_comparison(
         &mut self,
-        comparison: ComparisonOp,
+        comparison: CompareOpKind,
         pair: &'a (PlanTerm, PlanTerm),
     ) -> EvalResult<bool> {
         if let (Some(left), Some(right)) =
             (self.borrowed_text(&pair.0), self.borrowed_text(&pair.1))
         {
             match comparison {
-                ComparisonOp::Eq => return Ok(left == right),
-                ComparisonOp::Ne => return Ok(left != right),
+                CompareOpKind::Eq => return Ok(left == right),
+                CompareOpKind::Ne => return Ok(left != right),
                 _ => {}
             }
         }

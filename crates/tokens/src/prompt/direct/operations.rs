@@ -1,9 +1,10 @@
 //! Operations on values. Each supports only values for which it is known to equal minijinja.
 
 use minijinja::Value;
+use minijinja::machinery::ast::BinOpKind;
 use minijinja::value::ValueKind;
 
-use super::plan::{TermOperation, ValueTest};
+use super::plan::ValueTest;
 use super::value::{EvalResult, TemplateValue, UnsupportedError};
 use crate::prompt::python::{self, POISON};
 
@@ -46,22 +47,22 @@ pub(super) fn map_text<'a>(
 }
 
 pub(super) fn arithmetic<'a>(
-    operation: TermOperation,
+    operation: BinOpKind,
     left: &TemplateValue<'a>,
     right: &TemplateValue<'a>,
 ) -> EvalResult<TemplateValue<'a>> {
-    if let (TermOperation::Add, Some(left), Some(right)) = (operation, left.text(), right.text()) {
+    if let (BinOpKind::Add, Some(left), Some(right)) = (operation, left.text(), right.text()) {
         return Ok(TemplateValue::owned([left, right].concat()));
     }
     let (TemplateValue::Int(left), TemplateValue::Int(right)) = (left, right) else {
         return Err(UnsupportedError);
     };
     let result = match operation {
-        TermOperation::Add => left.checked_add(*right),
-        TermOperation::Sub => left.checked_sub(*right),
+        BinOpKind::Add => left.checked_add(*right),
+        BinOpKind::Sub => left.checked_sub(*right),
         // Python's result for negative numbers differs.
-        TermOperation::Rem if *left >= 0 && *right > 0 => Some(left % right),
-        TermOperation::Rem => None,
+        BinOpKind::Rem if *left >= 0 && *right > 0 => Some(left % right),
+        _ => None,
     };
     result.map(TemplateValue::Int).ok_or(UnsupportedError)
 }

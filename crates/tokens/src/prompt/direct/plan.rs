@@ -1,6 +1,7 @@
 //! Compiled templates: steps write text, and terms have values.
 
 use minijinja::Value;
+use minijinja::machinery::ast::{BinOpKind, CompareOpKind};
 
 /// Index of a variable in the table of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,8 +67,9 @@ pub(super) enum PlanTerm {
     Not(Box<PlanTerm>),
     And(Box<(PlanTerm, PlanTerm)>),
     Or(Box<(PlanTerm, PlanTerm)>),
-    Compare(ComparisonOp, Box<(PlanTerm, PlanTerm)>),
-    Arithmetic(TermOperation, Box<(PlanTerm, PlanTerm)>),
+    Compare(CompareOpKind, Box<(PlanTerm, PlanTerm)>),
+    /// `+`, `-` or `%`.
+    Arithmetic(BinOpKind, Box<(PlanTerm, PlanTerm)>),
     Joined(Vec<PlanTerm>),
     Call(usize, Vec<(VariableSlot, PlanTerm)>),
     If(Box<(PlanTerm, PlanTerm, PlanTerm)>),
@@ -78,25 +80,6 @@ pub(super) enum PlanTerm {
     Namespace(Vec<(Box<str>, PlanTerm)>),
     Now(Box<PlanTerm>),
     Unknown,
-}
-
-#[derive(Clone, Copy)]
-pub(super) enum ComparisonOp {
-    Eq,
-    Ne,
-    Lt,
-    Lte,
-    Gt,
-    Gte,
-    In,
-    NotIn,
-}
-
-#[derive(Clone, Copy)]
-pub(super) enum TermOperation {
-    Add,
-    Sub,
-    Rem,
 }
 
 /// Supported filter.

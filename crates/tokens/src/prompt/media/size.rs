@@ -32,25 +32,17 @@ pub(super) struct PatchGrid {
 /// Parameters in the model's `preprocessor_config.json`.
 #[derive(Deserialize)]
 struct PreprocessorFile {
-    #[serde(default)]
     image_processor_type: Option<String>,
-    #[serde(default)]
     patch_size: Option<NonZeroU32>,
-    #[serde(default)]
     merge_size: Option<NonZeroU32>,
-    #[serde(default)]
     min_pixels: Option<u64>,
-    #[serde(default)]
     max_pixels: Option<u64>,
-    #[serde(default)]
     size: Option<EdgeLimits>,
 }
 
 #[derive(Default, Deserialize)]
 struct EdgeLimits {
-    #[serde(default)]
     shortest_edge: Option<u64>,
-    #[serde(default)]
     longest_edge: Option<u64>,
 }
 

@@ -115,9 +115,6 @@ impl TokenizerSource<'_> {
     }
 
     fn content(&self, problem: String) -> LoadError {
-        LoadError::Content {
-            path: self.path.to_owned(),
-            problem,
-        }
+        LoadError::content(self.path, problem)
     }
 }

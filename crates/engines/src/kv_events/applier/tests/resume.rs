@@ -69,12 +69,7 @@ fn engine_action() -> impl Strategy<Value = EngineAction> {
 }
 
 /// Returns a batch that stores one block of two tokens in a cache group.
-fn group_store(
-    block: u64,
-    id: u32,
-    kind: &str,
-    window: Option<u32>,
-) -> Result<Vec<u8>, rmp_serde::encode::Error> {
+fn group_store(block: u64, id: u32, kind: &str, window: Option<u32>) -> Vec<u8> {
     let nil = None::<u64>;
     let none = None::<&str>;
     let stored = (
@@ -92,15 +87,11 @@ fn group_store(
         window,
         nil,
     );
-    rmp_serde::to_vec(&(1.5, [stored], 0))
+    batch_of(stored)
 }
 
 /// Returns a batch that stores these blocks. Every token of a block is the number of the block.
-fn store_batch(
-    action: &EngineAction,
-    stored: &[u64],
-    parent: Option<u64>,
-) -> Result<Vec<u8>, rmp_serde::encode::Error> {
+fn store_batch(action: &EngineAction, stored: &[u64], parent: Option<u64>) -> Vec<u8> {
     let EngineAction::Store {
         tier, size, salt, ..
     } = action
@@ -125,7 +116,7 @@ fn store_batch(
         none,
         keys,
     );
-    rmp_serde::to_vec(&(1.5, [event], 0))
+    batch_of(event)
 }
 
 /// Returns the numbers and payloads of the batches for these actions.
@@ -155,33 +146,25 @@ fn publish_all(actions: &[EngineAction]) -> Vec<(u64, Vec<u8>)> {
                 group_store(last_block, *id, "full_attention", None)
             }
             EngineAction::Evict(_) if names.is_empty() => continue,
-            EngineAction::Evict(at) => rmp_serde::to_vec(&(
-                1.5,
-                [("BlockRemoved", [names.swap_remove(at.index(names.len()))])],
-                0,
-            )),
-            EngineAction::Clear => rmp_serde::to_vec(&(1.5, [("AllBlocksCleared",)], 0)),
+            EngineAction::Evict(at) => {
+                batch_of(("BlockRemoved", [names.swap_remove(at.index(names.len()))]))
+            }
+            EngineAction::Clear => batch_of(("AllBlocksCleared",)),
             EngineAction::Restart => {
                 number = 0;
                 continue;
             }
         };
-        batches.push((number, payload.unwrap()));
+        batches.push((number, payload));
         number += 1;
     }
     batches
 }
 
 impl TestStream {
-    fn receive(&mut self, batches: &[(u64, Vec<u8>)]) {
+    fn receive_all(&mut self, batches: &[(u64, Vec<u8>)]) {
         for (number, payload) in batches {
-            if let Some(gap) = self
-                .applier
-                .update(|batches| batches.apply_live(*number, payload))
-            {
-                self.applier
-                    .update(|batches| batches.apply_after_replay(gap, payload));
-            }
+            self.receive(*number, payload);
         }
     }
 
@@ -220,7 +203,7 @@ proptest! {
         let (before, after) = batches.split_at(1 + cut.index(batches.len()));
         let after = &after[lost.min(after.len())..];
         let mut uninterrupted = TestStream::new(ResyncMode::Keep);
-        uninterrupted.receive(before);
+        uninterrupted.receive_all(before);
         if uninterrupted.copy().position().is_none() {
             // The rank has blocks of an incompatible size.
             prop_assert_eq!(uninterrupted.status().0, IndexFreshness::Absent);
@@ -228,8 +211,8 @@ proptest! {
         }
         let mut resumed = uninterrupted.resume();
         prop_assert_eq!(resumed.monitor.status(), uninterrupted.monitor.status());
-        uninterrupted.receive(after);
-        resumed.receive(after);
+        uninterrupted.receive_all(after);
+        resumed.receive_all(after);
         prop_assert_eq!(resumed.monitor.status(), uninterrupted.monitor.status());
         let content = |stream: &TestStream| (order_free_content(&stream.copy()), stream.copy().position().cloned());
         prop_assert_eq!(content(&resumed), content(&uninterrupted));
@@ -243,7 +226,7 @@ fn reader_with_partial_blocks_has_no_position() {
     stream.store(None, &[7]);
     assert!(stream.copy().position().is_some());
     stream.next = 0;
-    stream.send(&rmp_serde::to_vec(&(1.5, [halves], 0)).unwrap());
+    stream.send(&batch_of(halves));
     assert_eq!(stream.copy().position(), None);
 }
 

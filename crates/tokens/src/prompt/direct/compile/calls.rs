@@ -1,12 +1,10 @@
 //! Compilation of filters, tests, methods and calls.
 
 use minijinja::Value;
-use minijinja::machinery::ast::{Call, CallArg, Expr, Filter, Test};
+use minijinja::machinery::ast::{Call, CallArg, CompareOpKind, Expr, Filter, Test};
 
 use super::PlanCompiler;
-use crate::prompt::direct::plan::{
-    ComparisonOp, KnownFilter, PlanTerm, StringMethod, ValueTest, VariableSlot,
-};
+use crate::prompt::direct::plan::{KnownFilter, PlanTerm, StringMethod, ValueTest, VariableSlot};
 
 impl PlanCompiler {
     pub(super) fn filter(&mut self, node: &Filter<'_>) -> PlanTerm {
@@ -51,9 +49,9 @@ impl PlanCompiler {
             ("false", []) => ValueTest::False,
             (name, [CallArg::Pos(other)]) => {
                 let comparison = match name {
-                    "eq" | "equalto" | "==" => ComparisonOp::Eq,
-                    "ne" | "!=" => ComparisonOp::Ne,
-                    "in" => ComparisonOp::In,
+                    "eq" | "equalto" | "==" => CompareOpKind::Eq,
+                    "ne" | "!=" => CompareOpKind::Ne,
+                    "in" => CompareOpKind::In,
                     _ => return PlanTerm::Unknown,
                 };
                 return PlanTerm::Compare(comparison, Box::new((*over, self.term(other))));

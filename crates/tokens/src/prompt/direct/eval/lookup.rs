@@ -2,11 +2,12 @@
 
 use memchr::memmem;
 use minijinja::Value;
+use minijinja::machinery::ast::CompareOpKind;
 use minijinja::value::{Kwargs, ValueKind};
 
 use crate::prompt::direct::eval::PlanRun;
 use crate::prompt::direct::operations::{map_text, value_of};
-use crate::prompt::direct::plan::{ComparisonOp, KnownFilter, StringMethod};
+use crate::prompt::direct::plan::{KnownFilter, StringMethod};
 use crate::prompt::direct::value::{
     EvalResult, LoopCounter, TemplateValue, UnsupportedError, message_field, part_field, position,
 };
@@ -95,7 +96,7 @@ impl<'a> PlanRun<'a> {
 
     pub(super) fn compare(
         &self,
-        comparison: ComparisonOp,
+        comparison: CompareOpKind,
         left: &TemplateValue<'a>,
         right: &TemplateValue<'a>,
     ) -> EvalResult<bool> {
@@ -104,14 +105,14 @@ impl<'a> PlanRun<'a> {
             _ => Err(UnsupportedError),
         };
         Ok(match comparison {
-            ComparisonOp::Eq => left.equals(right)?,
-            ComparisonOp::Ne => !left.equals(right)?,
-            ComparisonOp::Lt => ordered()?.is_lt(),
-            ComparisonOp::Lte => ordered()?.is_le(),
-            ComparisonOp::Gt => ordered()?.is_gt(),
-            ComparisonOp::Gte => ordered()?.is_ge(),
-            ComparisonOp::In => self.contains(right, left)?,
-            ComparisonOp::NotIn => !self.contains(right, left)?,
+            CompareOpKind::Eq => left.equals(right)?,
+            CompareOpKind::Ne => !left.equals(right)?,
+            CompareOpKind::Lt => ordered()?.is_lt(),
+            CompareOpKind::Lte => ordered()?.is_le(),
+            CompareOpKind::Gt => ordered()?.is_gt(),
+            CompareOpKind::Gte => ordered()?.is_ge(),
+            CompareOpKind::In => self.contains(right, left)?,
+            CompareOpKind::NotIn => !self.contains(right, left)?,
         })
     }
 

@@ -28,7 +28,7 @@ impl<'de, T: FoldSequence> Visitor<'de> for FoldSequenceVisitor<T> {
     type Value = T;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a text or a list of blocks")
+        f.write_str("a text or a list")
     }
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<T, E> {
@@ -44,3 +44,15 @@ impl<'de, T: FoldSequence> Visitor<'de> for FoldSequenceVisitor<T> {
         Ok(folded)
     }
 }
+
+macro_rules! folded {
+    ($($kind:ident),*) => {
+        $(impl<'de> serde::Deserialize<'de> for $kind {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                super::fold::fold_sequence(deserializer)
+            }
+        })*
+    };
+}
+
+pub(super) use folded;
