@@ -10,34 +10,30 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
 
-use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat};
+use crate::faults::bed::{SOON, chat, start};
+use crate::routing::bed::RoutingBed;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// Asserts that Envoy's requests are routed exactly, and that no state of other clients remains.
-async fn assert_unharmed(bed: &FaultBed) {
+async fn assert_unharmed(bed: &RoutingBed) {
     assert!(
         bed.stack.router().unwrap().is_running(),
         "{}",
         bed.stack.router().unwrap().log_tail()
     );
-    bed.wait_idle().await;
+    bed.wait_unbooked().await;
     for at in 0..3 {
-        assert_eq!(
-            bed.send(&chat(&format!("after {at}"), 2))
-                .await
-                .mode
-                .as_deref(),
-            Some("exact")
-        );
+        let answer = bed.send(&chat(&format!("after {at}"), 2)).await;
+        assert_eq!(answer.mode(), "exact");
     }
-    bed.wait_idle().await;
+    bed.wait_unbooked().await;
 }
 
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn invalid_http2_bytes_are_harmless() {
-    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let bed = start(1, &[]).await;
     let socket = bed.stack.envoy_setup().ext_proc_socket();
     let mut random = SmallRng::seed_from_u64(3);
     let mut noise = vec![0; 60_000];
@@ -102,7 +98,7 @@ fn request_messages(chat: &str) -> [Message; 2] {
     ]
 }
 
-async fn connect(bed: &FaultBed) -> ExternalProcessorClient<Channel> {
+async fn connect(bed: &RoutingBed) -> ExternalProcessorClient<Channel> {
     let endpoint = Endpoint::from_shared(format!(
         "unix://{}",
         bed.stack.envoy_setup().ext_proc_socket().display()
@@ -113,7 +109,7 @@ async fn connect(bed: &FaultBed) -> ExternalProcessorClient<Channel> {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn lost_peer_leaves_no_booking() {
-    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let bed = start(1, &[]).await;
     let client = connect(&bed).await;
     let chat = chat("vanishing", 5).to_string();
     let mut open = Vec::new();
@@ -136,7 +132,7 @@ async fn lost_peer_leaves_no_booking() {
         let messages = tokio_stream::wrappers::ReceiverStream::new(messages);
         open.push((sender, client.clone().process(messages).await.unwrap()));
     }
-    bed.wait_load("active_requests", 20).await;
+    bed.wait_total_load("active_requests", 20).await;
     drop((open, client));
     assert_unharmed(&bed).await;
 }
