@@ -6,6 +6,7 @@ pub(crate) mod another;
 pub(crate) mod api_server;
 pub(crate) mod clients;
 pub(crate) mod deployment;
+pub(crate) mod ext_proc;
 pub(crate) mod local_server;
 pub(crate) mod manifest_set;
 pub(crate) mod openmetrics;

@@ -1,9 +1,8 @@
 //! Clients of the ext_proc socket that violate the protocol or send messages in an invalid order.
 
-use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
+use envoy_types::pb::envoy::service::ext_proc::v3::ProtocolConfiguration;
 use proto::external_processor_client::ExternalProcessorClient;
-use proto::processing_request::Request as Message;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -12,6 +11,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use crate::faults::bed::{SOON, chat, start};
 use crate::routing::bed::RoutingBed;
+use crate::support::ext_proc;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
@@ -74,30 +74,6 @@ async fn invalid_http2_bytes_are_harmless() {
     assert_unharmed(&bed).await;
 }
 
-/// Returns the messages of a request with this body.
-fn request_messages(chat: &str) -> [Message; 2] {
-    let header = |(key, value): &(&str, &str)| HeaderValue {
-        key: (*key).to_owned(),
-        raw_value: value.as_bytes().to_vec(),
-        ..HeaderValue::default()
-    };
-    let headers = [(":method", "POST"), (":path", "/v1/chat/completions")];
-    let headers = Some(HeaderMap {
-        headers: headers.iter().map(header).collect(),
-    });
-    [
-        Message::RequestHeaders(proto::HttpHeaders {
-            headers,
-            ..proto::HttpHeaders::default()
-        }),
-        Message::RequestBody(proto::HttpBody {
-            body: chat.as_bytes().to_vec(),
-            end_of_stream: true,
-            ..proto::HttpBody::default()
-        }),
-    ]
-}
-
 async fn connect(bed: &RoutingBed) -> ExternalProcessorClient<Channel> {
     let endpoint = Endpoint::from_shared(format!(
         "unix://{}",
@@ -115,19 +91,12 @@ async fn lost_peer_leaves_no_booking() {
     let mut open = Vec::new();
     for _ in 0..20 {
         let (sender, messages) = tokio::sync::mpsc::channel(4);
-        for message in request_messages(&chat) {
-            let protocol_config = Some(proto::ProtocolConfiguration {
+        for mut message in ext_proc::post("/v1/chat/completions", &[], &chat) {
+            message.protocol_config = Some(ProtocolConfiguration {
                 request_body_mode: 2,
-                ..Default::default()
+                ..ProtocolConfiguration::default()
             });
-            sender
-                .send(proto::ProcessingRequest {
-                    request: Some(message),
-                    protocol_config,
-                    ..Default::default()
-                })
-                .await
-                .unwrap();
+            sender.send(message).await.unwrap();
         }
         let messages = tokio_stream::wrappers::ReceiverStream::new(messages);
         open.push((sender, client.clone().process(messages).await.unwrap()));

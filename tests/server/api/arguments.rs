@@ -283,7 +283,7 @@ async fn updates_require_a_booking_and_valid_values() {
         assert_code(&status.to_string(), freed, Code::InvalidArgument);
     }
     assert_eq!(site.load().await, (9, 2, 1));
-    let page = site.page("metrics").await;
+    let page = site.text("metrics").await;
     let counted = r#"warmroute_api_calls_total{method="AddOutputBlock",code="INVALID_ARGUMENT"} 4"#;
     assert!(page.lines().any(|line| line == counted), "{page}");
 }
