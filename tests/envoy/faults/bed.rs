@@ -36,7 +36,9 @@ pub(crate) async fn start_as_shipped(specs: &[EngineSpec], process: Value) -> Ro
 
 /// Returns the configuration of warmroute in [`start_as_shipped`].
 pub(crate) fn shipped_config(process: Value) -> Value {
-    json!({"requests": {"limits": {"decision_timeout": "800ms"}}, "process": process})
+    let mut config = json!({"requests": {"limits": {"decision_timeout": "800ms"}}});
+    config["process"] = process;
+    config
 }
 
 async fn routable(bed: RoutingBed) -> RoutingBed {

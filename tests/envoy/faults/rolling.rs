@@ -34,6 +34,13 @@ async fn long_streams(bed: &RoutingBed) -> Vec<reqwest::Response> {
     responses
 }
 
+async fn assert_complete(long: Vec<reqwest::Response>) {
+    for answer in long {
+        let text = answer.text().await.unwrap();
+        assert_eq!(usage_of_stream(&text)["completion_tokens"], 400);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn restarts_under_load_lose_no_request_or_stream() {
@@ -94,10 +101,7 @@ async fn restarts_under_load_lose_no_request_or_stream() {
         "only {routed} of {sent} were routed by warmroute, in {:?}",
         began.elapsed()
     );
-    for answer in long {
-        let text = answer.text().await.unwrap();
-        assert_eq!(usage_of_stream(&text)["completion_tokens"], 400);
-    }
+    assert_complete(long).await;
     for old in left {
         assert_exits(&old).await;
     }
