@@ -10,7 +10,7 @@ use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::Ex
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response as Reply;
 use parking_lot::Mutex;
 use serde_json::json;
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::ext_proc;
@@ -36,13 +36,7 @@ impl TrafficCounters {
 /// Background task that opens exchanges until it is dropped.
 pub(crate) struct SteadyTraffic {
     counters: Arc<Mutex<TrafficCounters>>,
-    task: JoinHandle<()>,
-}
-
-impl Drop for SteadyTraffic {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    _task: AbortOnDropHandle<()>,
 }
 
 impl SteadyTraffic {
@@ -72,7 +66,10 @@ impl SteadyTraffic {
                 tokio::time::sleep(PAUSE).await;
             }
         });
-        Ok(Self { counters, task })
+        Ok(Self {
+            counters,
+            _task: AbortOnDropHandle::new(task),
+        })
     }
 
     /// Returns the number of exchanges so far. Fails if one was not routed.
