@@ -13,6 +13,8 @@ mod admin_client;
 mod arguments;
 mod cases;
 mod control_plane;
+#[path = "../support/ext_proc.rs"]
+mod ext_proc;
 mod install;
 #[path = "../support/manifest_set.rs"]
 #[expect(

@@ -12,8 +12,9 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::task::JoinSet;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::control_plane::TestControlPlane;
 use crate::pki::TestAuthority;
@@ -54,13 +55,7 @@ pub(crate) struct ApiProxy {
     link: Arc<ProxyLink>,
     state: watch::Sender<ProxyState>,
     connections: watch::Receiver<u64>,
-    accepting: JoinHandle<()>,
-}
-
-impl Drop for ApiProxy {
-    fn drop(&mut self) {
-        self.accepting.abort();
-    }
+    _accepting: AbortOnDropHandle<()>,
 }
 
 struct ProxyLink {
@@ -98,7 +93,7 @@ impl ApiProxy {
             link,
             state,
             connections,
-            accepting,
+            _accepting: AbortOnDropHandle::new(accepting),
         })
     }
 

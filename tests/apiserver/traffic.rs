@@ -4,19 +4,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
+use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
-use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request as Message;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response as Reply;
-use envoy_types::pb::envoy::service::ext_proc::v3::{
-    HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse,
-};
 use parking_lot::Mutex;
 use serde_json::json;
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::{Channel, Endpoint};
 
+use crate::ext_proc;
 use crate::router::RouterProcess;
 
 const PAUSE: Duration = Duration::from_millis(50);
@@ -39,13 +36,7 @@ impl TrafficCounters {
 /// Background task that opens exchanges until it is dropped.
 pub(crate) struct SteadyTraffic {
     counters: Arc<Mutex<TrafficCounters>>,
-    task: JoinHandle<()>,
-}
-
-impl Drop for SteadyTraffic {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    _task: AbortOnDropHandle<()>,
 }
 
 impl SteadyTraffic {
@@ -75,7 +66,10 @@ impl SteadyTraffic {
                 tokio::time::sleep(PAUSE).await;
             }
         });
-        Ok(Self { counters, task })
+        Ok(Self {
+            counters,
+            _task: AbortOnDropHandle::new(task),
+        })
     }
 
     /// Returns the number of exchanges so far. Fails if one was not routed.
@@ -123,34 +117,8 @@ pub(crate) async fn route(router: &RouterProcess, model: &str) -> anyhow::Result
 }
 
 async fn exchange(channel: &Channel, model: &str) -> anyhow::Result<String> {
-    let header = |(key, value): (&str, &str)| HeaderValue {
-        key: key.to_owned(),
-        raw_value: value.as_bytes().to_vec(),
-        ..HeaderValue::default()
-    };
-    let head = [
-        (":method", "POST"),
-        (":path", "/v1/completions"),
-        ("content-type", "application/json"),
-    ];
-    let headers = HttpHeaders {
-        headers: Some(HeaderMap {
-            headers: head.into_iter().map(header).collect(),
-        }),
-        ..HttpHeaders::default()
-    };
     let body = json!({"model": model, "prompt": "hello"}).to_string();
-    let body = HttpBody {
-        body: body.into_bytes(),
-        end_of_stream: true,
-        ..HttpBody::default()
-    };
-    let messages = [Message::RequestHeaders(headers), Message::RequestBody(body)].map(|message| {
-        ProcessingRequest {
-            request: Some(message),
-            ..ProcessingRequest::default()
-        }
-    });
+    let messages = ext_proc::post("/v1/completions", &[], &body);
     let mut client = ExternalProcessorClient::new(channel.clone());
     let mut replies = client
         .process(tokio_stream::iter(messages))

@@ -11,8 +11,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
+use tokio_util::task::AbortOnDropHandle;
 use warmroute_core::freshness::{IndexFreshness, SourceLink, StaleReason};
 use warmroute_core::index::{KvEvent, PrefixIndex};
 use warmroute_core::worker::{
@@ -70,15 +70,7 @@ type MessageLog = Arc<Mutex<Vec<Vec<u8>>>>;
 struct EventEngine {
     publisher: PubSocket,
     log: MessageLog,
-    replay_task: Option<JoinHandle<()>>,
-}
-
-impl Drop for EventEngine {
-    fn drop(&mut self) {
-        if let Some(replay_task) = &self.replay_task {
-            replay_task.abort();
-        }
-    }
+    _replay_task: Option<AbortOnDropHandle<()>>,
 }
 
 /// Binds a socket. Retries, because the port of the previous engine may still be in use.
@@ -101,7 +93,8 @@ impl EventEngine {
         if let Some(endpoint) = &site.replay {
             let mut router = RouterSocket::new();
             bind(&mut router, endpoint).await;
-            replay_task = Some(tokio::spawn(serve_replays(router, log.clone(), site.shape)));
+            let serving = tokio::spawn(serve_replays(router, log.clone(), site.shape));
+            replay_task = Some(AbortOnDropHandle::new(serving));
         }
         let mut publisher = PubSocket::new();
         match site.attach {
@@ -111,7 +104,7 @@ impl EventEngine {
         Self {
             publisher,
             log,
-            replay_task,
+            _replay_task: replay_task,
         }
     }
 
@@ -242,7 +235,7 @@ impl EventSite {
             metrics,
             state,
             monitor,
-            task,
+            _task: AbortOnDropHandle::new(task),
         }
     }
 }
@@ -281,13 +274,7 @@ struct EventSubscriber {
     metrics: Arc<Metrics>,
     state: watch::Receiver<SourceLink>,
     monitor: SourceMonitor,
-    task: JoinHandle<()>,
-}
-
-impl Drop for EventSubscriber {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    _task: AbortOnDropHandle<()>,
 }
 
 impl EventSubscriber {

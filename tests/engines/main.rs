@@ -4,5 +4,6 @@
 
 mod captures;
 mod disaggregation;
+mod engine;
 mod kv_events;
 mod simulator;

@@ -4,165 +4,43 @@
 mod formats;
 
 use std::collections::BTreeMap;
-use std::process::Stdio;
 use std::time::Duration;
 
-use bytes::Bytes;
 use clap::Parser as _;
-use reqwest::{Response, StatusCode};
+use reqwest::StatusCode;
 use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::net::TcpListener;
-use tokio::process::{Child, ChildStdin, Command};
-use warmroute_testbed::programs::example_program;
 use warmroute_testbed::workload::{ChatWorkload, WorkloadShape};
-use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
+use zeromq::{Socket as _, SocketRecv as _, SubSocket};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+use crate::engine::{self, EngineProcess, PATIENCE, cached_tokens, ids};
 
-/// A running engine. It exits with the test, because its standard input closes.
-struct SimulatorProcess {
-    _child: Child,
-    _stdin: Option<ChildStdin>,
-    address: String,
-    sources: Vec<Value>,
-    http: reqwest::Client,
+async fn simulator(flags: &[&str]) -> EngineProcess {
+    let tokenizer = "examples/models/qwen2.5/tokenizer.json.gz";
+    let identity = ["--id", "7", "--tokenizer", tokenizer];
+    EngineProcess::start(&[&identity, flags].concat()).await
 }
 
-impl SimulatorProcess {
-    async fn start(flags: &[&str]) -> Self {
-        let mut child = Command::new(example_program("engine_sim").unwrap())
-            .args([
-                "--listen",
-                "127.0.0.1:0",
-                "--exit-on-stdin-eof",
-                "--id",
-                "7",
-                "--speed",
-                "20",
-            ])
-            .args(["--tokenizer", "examples/models/qwen2.5/tokenizer.json.gz"])
-            .args(flags)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .kill_on_drop(true)
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        let mut stdout = BufReader::new(child.stdout.take().unwrap());
-        tokio::time::timeout(PATIENCE, stdout.read_line(&mut line))
-            .await
-            .expect("the engine is not ready in time")
-            .unwrap();
-        let ready: Value = serde_json::from_str(&line).expect("the engine prints one line of JSON");
-        let address = ready["listening"].as_str().unwrap().to_owned();
-        let sources = ready["kv_event_sources"].as_array().unwrap().clone();
-        Self {
-            _stdin: child.stdin.take(),
-            _child: child,
-            address,
-            sources,
-            http: warmroute_runtime::tls::http_client_builder()
-                .build()
-                .unwrap(),
-        }
-    }
+async fn with_events(flags: &[&str]) -> EngineProcess {
+    let any = "tcp://127.0.0.1:0";
+    let sockets: &[&str] = &[
+        "--events-endpoint",
+        any,
+        "--replay-endpoint",
+        any,
+        "--topic",
+        "kv@sim",
+    ];
+    simulator(&[sockets, flags].concat()).await
+}
 
-    async fn with_events(flags: &[&str]) -> Self {
-        let any = "tcp://127.0.0.1:0";
-        let sockets: &[&str] = &[
-            "--events-endpoint",
-            any,
-            "--replay-endpoint",
-            any,
-            "--topic",
-            "kv@sim",
-        ];
-        Self::start(&[sockets, flags].concat()).await
-    }
-
-    async fn post(&self, path: &str, body: Value) -> Response {
-        self.try_post(path, body, &[]).await.unwrap()
-    }
-
-    async fn try_post(
-        &self,
-        path: &str,
-        body: Value,
-        headers: &[(&str, &str)],
-    ) -> reqwest::Result<Response> {
-        let request = self
-            .http
-            .post(format!("http://{}{path}", self.address))
-            .json(&body);
-        headers
-            .iter()
-            .fold(request, |request, (name, value)| {
-                request.header(*name, *value)
-            })
-            .send()
-            .await
-    }
-
-    async fn complete(&self, body: Value) -> Value {
-        let response = self.post("/v1/completions", body).await;
-        assert_eq!(response.status(), StatusCode::OK);
-        response.json().await.unwrap()
-    }
-
-    async fn get(&self, path: &str) -> String {
-        let response = self
-            .http
-            .get(format!("http://{}{path}", self.address))
-            .send()
-            .await
-            .unwrap();
-        assert_eq!(response.status(), StatusCode::OK, "{path}");
-        response.text().await.unwrap()
-    }
-
-    async fn state(&self, rank: usize) -> Value {
-        serde_json::from_str::<Value>(&self.get("/sim/state").await).unwrap()["ranks"][rank].take()
-    }
-
-    async fn misbehave(&self, patch: Value) {
-        assert_eq!(
-            self.post("/sim/misbehave", patch).await.status(),
-            StatusCode::OK
-        );
-    }
-
-    /// Fetches all batches from sequence number `start` onwards from the replay socket of a rank.
-    async fn replay(&self, rank: usize, start: u64) -> Vec<EventBatch> {
-        let mut socket = DealerSocket::new();
-        socket
-            .connect(self.sources[rank]["replay_endpoint"].as_str().unwrap())
-            .await
-            .unwrap();
-        let request = vec![Bytes::new(), Bytes::copy_from_slice(&start.to_be_bytes())];
-        socket
-            .send(ZmqMessage::try_from(request).unwrap())
-            .await
-            .unwrap();
-        let mut batches = Vec::new();
-        loop {
-            let answer = tokio::time::timeout(PATIENCE, socket.recv())
-                .await
-                .unwrap()
-                .unwrap()
-                .into_vec();
-            assert_eq!(
-                (answer.len(), answer[0].len()),
-                (4, 0),
-                "frames: empty, topic, sequence number, payload"
-            );
-            if answer[2][..] == (-1_i64).to_be_bytes() {
-                assert!(answer[1].is_empty() && answer[3].is_empty());
-                return batches;
-            }
-            batches.push(EventBatch::of(&answer[1..]));
-        }
-    }
+/// Fetches all batches from sequence number `start` onwards from the replay socket of a rank.
+async fn replay(engine: &EngineProcess, rank: usize, start: u64) -> Vec<EventBatch> {
+    let batches = engine::replay(&engine.sources[rank]["replay_endpoint"], start).await;
+    batches
+        .iter()
+        .map(|frames| EventBatch::of(frames))
+        .collect()
 }
 
 #[tokio::test]
@@ -276,33 +154,16 @@ fn cached(state: &Value) -> BTreeMap<u64, u64> {
         .collect()
 }
 
-fn ids(range: std::ops::Range<u32>, max_tokens: u32) -> Value {
-    json!({"model": "sim", "prompt": range.collect::<Vec<_>>(), "max_tokens": max_tokens})
-}
-
-fn cached_tokens(answer: &Value) -> u64 {
-    answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        .as_u64()
-        .unwrap()
-}
-
 /// Sends requests that store, hit, copy and evict blocks, decode past a block boundary, and clear
 /// the cache.
-async fn traffic(engine: &SimulatorProcess) {
+async fn traffic(engine: &EngineProcess) {
     for _ in 0..3 {
         engine.complete(ids(0..64, 1)).await;
     }
     engine.complete(ids(1000..1040, 30)).await;
     engine.complete(ids(2000..2300, 1)).await;
-    assert_eq!(
-        engine
-            .post("/reset_prefix_cache", json!({}))
-            .await
-            .json::<Value>()
-            .await
-            .unwrap()["reset"][0],
-        true
-    );
+    let reset = engine.post_json("/reset_prefix_cache", json!({})).await;
+    assert_eq!(reset["reset"][0], true);
     for start in [3000, 4000, 3000, 5000] {
         engine.complete(ids(start..start + 150, 3)).await;
     }
@@ -320,7 +181,7 @@ async fn live_events_replay_and_state_agree() {
             "--event-encoding",
             encoding,
         ];
-        let engine = SimulatorProcess::with_events(&flags).await;
+        let engine = with_events(&flags).await;
         let mut live = SubSocket::new();
         live.connect(engine.sources[0]["endpoint"].as_str().unwrap())
             .await
@@ -350,7 +211,7 @@ async fn live_events_replay_and_state_agree() {
                 .unwrap();
             received.push(EventBatch::of(&message.into_vec()));
         }
-        let replayed = engine.replay(0, 0).await;
+        let replayed = replay(&engine, 0, 0).await;
         let numbers: Vec<_> = replayed.iter().map(|batch| batch.number).collect();
         assert_eq!(numbers, (0..=last).collect::<Vec<_>>());
         let kinds: Vec<_> = replayed
@@ -363,7 +224,10 @@ async fn live_events_replay_and_state_agree() {
         }
         assert_eq!(content(&replayed), cached(&state));
         assert_eq!(received[..], replayed[replayed.len() - received.len()..]);
-        assert_eq!(engine.replay(0, last).await, replayed[replayed.len() - 1..]);
+        assert_eq!(
+            replay(&engine, 0, last).await,
+            replayed[replayed.len() - 1..]
+        );
         assert_eq!(
             (
                 state["blocks"]["used"].clone(),
@@ -388,7 +252,7 @@ async fn engine_connects_to_listening_subscriber() {
         "--topic",
         "kv@sim",
     ];
-    let engine = SimulatorProcess::start(&flags).await;
+    let engine = simulator(&flags).await;
     for probe in 0.. {
         engine.complete(ids(probe * 100..probe * 100 + 20, 1)).await;
         if let Ok(message) = tokio::time::timeout(Duration::from_millis(50), live.recv()).await {
@@ -402,7 +266,7 @@ async fn engine_connects_to_listening_subscriber() {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn ranks_have_separate_caches_sockets_and_sequences() {
-    let engine = SimulatorProcess::with_events(&["--dp-size", "2", "--dp-start", "2"]).await;
+    let engine = with_events(&["--dp-size", "2", "--dp-start", "2"]).await;
     let ask = async |rank: &'static str| {
         let headers = [("X-data-parallel-rank", rank)];
         engine
@@ -425,7 +289,7 @@ async fn ranks_have_separate_caches_sockets_and_sequences() {
         );
     }
     for (at, rank) in [(0, 2), (1, 3)] {
-        let batches = engine.replay(at, 0).await;
+        let batches = replay(&engine, at, 0).await;
         assert_eq!(
             batches
                 .iter()
@@ -453,7 +317,7 @@ async fn ranks_have_separate_caches_sockets_and_sequences() {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn turns_hit_all_blocks_of_previous_turn() {
-    let engine = SimulatorProcess::start(&[]).await;
+    let engine = simulator(&[]).await;
     let shape = WorkloadShape {
         groups: 2,
         sessions_per_group: 2,
@@ -465,10 +329,8 @@ async fn turns_hit_all_blocks_of_previous_turn() {
         let mut answers = Vec::new();
         let mut known = 0;
         while answers.len() < session.turns.len() {
-            let response = engine
-                .post("/v1/chat/completions", session.request("sim", &answers))
-                .await;
-            let answer: Value = response.json().await.unwrap();
+            let request = session.request("sim", &answers);
+            let answer = engine.post_json("/v1/chat/completions", request).await;
             let hit = cached_tokens(&answer);
             if answers.is_empty() {
                 assert_eq!(

@@ -2,7 +2,7 @@
 //! and simulated engines. Each process is killed, frozen, restarted, or receives invalid bytes. All
 //! clients must receive complete responses, and no booking may remain.
 
-mod bed;
+pub(crate) mod bed;
 mod cancels;
 mod drain;
 mod garbage;

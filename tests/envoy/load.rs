@@ -25,10 +25,7 @@ fn processes(temporary: &str) -> usize {
 }
 
 fn run(args: &[&str]) -> Vec<Value> {
-    let temporary = tempfile::Builder::new()
-        .prefix("load-test-")
-        .tempdir()
-        .unwrap();
+    let temporary = tempfile::tempdir().unwrap();
     let json = temporary.path().join("load.json");
     let mut command = Command::new(example_program("load").unwrap());
     command

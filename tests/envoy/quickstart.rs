@@ -2,7 +2,7 @@
 //! prerequisites. In each case, all of its processes must end.
 
 use std::fs;
-use std::io::{BufRead as _, BufReader, Lines, Read as _};
+use std::io::{BufRead as _, BufReader, Lines, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -29,20 +29,21 @@ struct QuickstartRun {
 
 impl QuickstartRun {
     fn start(args: &[&str], adapt: impl FnOnce(&mut Command)) -> Self {
-        let temporary = tempfile::Builder::new()
-            .prefix("quickstart-test-")
-            .tempdir()
-            .unwrap();
         let mut command = Command::new(example_program("quickstart").unwrap());
         command
             .args(args)
-            .env("TMPDIR", temporary.path())
             .env("WARMROUTE_MODEL_DIR", model_file(""));
+        adapt(&mut command);
+        Self::spawn(command)
+    }
+
+    fn spawn(mut command: Command) -> Self {
+        let temporary = tempfile::tempdir().unwrap();
         command
+            .env("TMPDIR", temporary.path())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        adapt(&mut command);
         let child = command.spawn().unwrap();
         Self { temporary, child }
     }
@@ -99,21 +100,21 @@ impl QuickstartRun {
     /// Returns the whole output. Suits only runs whose output fits into the pipe buffers.
     fn output(&mut self, within: Duration) -> Output {
         let status = self.wait(within);
-        let mut stdout = Vec::new();
-        let mut stderr = Vec::new();
-        self.child
-            .stdout
-            .take()
-            .map(|mut pipe| pipe.read_to_end(&mut stdout).unwrap());
-        self.child
-            .stderr
-            .take()
-            .map(|mut pipe| pipe.read_to_end(&mut stderr).unwrap());
         Output {
             status,
-            stdout,
-            stderr,
+            stdout: read_all(self.child.stdout.take()),
+            stderr: read_all(self.child.stderr.take()),
         }
+    }
+
+    /// Waits for success. Returns the JSON report, and the standard error.
+    fn json_report(&mut self) -> (Value, String) {
+        let output = self.output(PATIENCE);
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{:?}: {errors}", output.status);
+        let report =
+            serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else");
+        (report, errors)
     }
 
     fn temporary_files(&self) -> Vec<PathBuf> {
@@ -153,6 +154,14 @@ impl Drop for QuickstartRun {
         _ = self.child.kill();
         _ = self.child.wait();
     }
+}
+
+fn read_all(pipe: Option<impl Read>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    if let Some(mut pipe) = pipe {
+        pipe.read_to_end(&mut bytes).unwrap();
+    }
+    bytes
 }
 
 #[tokio::main(flavor = "current_thread")]
@@ -202,11 +211,7 @@ fn json_report_shows_warmroute_is_not_worse() {
                 .env("HTTP_PROXY", "http://127.0.0.1:9")
                 .env("http_proxy", "http://127.0.0.1:9");
         });
-    let output = run.output(PATIENCE);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{:?}: {errors}", output.status);
-    let report: Value =
-        serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else");
+    let (report, errors) = run.json_report();
     let number = |at: &str| number_at(&report, at);
     assert!(
         report["envoy_version"]
@@ -323,12 +328,7 @@ fn number_at(report: &Value, at: &str) -> f64 {
 
 /// Asserts the comparison of disaggregated with aggregated workers.
 fn check_comparison(report: &Value, by: &str) {
-    let number = |at: &str| {
-        report
-            .pointer(at)
-            .and_then(Value::as_f64)
-            .unwrap_or_else(|| panic!("{at} in {report}"))
-    };
+    let number = |at: &str| number_at(report, at);
     assert_eq!(
         (&report["by"], &report["order"]),
         (&json!(by), &json!(["aggregated", "2 + 2"])),
@@ -369,23 +369,9 @@ fn check_comparison(report: &Value, by: &str) {
 
 /// Compares prefill and decode on separate workers with both on every worker.
 fn compare_disaggregation(by: &str) {
-    let mut run = QuickstartRun::start(
-        &[
-            "--disaggregated",
-            by,
-            "--rounds",
-            "1",
-            "--groups",
-            "6",
-            "--json",
-        ],
-        |_| {},
-    );
-    let output = run.output(PATIENCE);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{:?}: {errors}", output.status);
-    let report: Value =
-        serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else");
+    let rounds = ["--rounds", "1", "--groups", "6", "--json"];
+    let mut run = QuickstartRun::start(&[&["--disaggregated", by], &rounds[..]].concat(), |_| {});
+    let report = run.json_report().0;
     // Differences in time to first token are visible only in larger runs on idle machines.
     check_comparison(&report, by);
     run.assert_nothing_left();
@@ -402,27 +388,6 @@ fn call_mode_is_compared_with_aggregated_workers() {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn mirror_mode_is_compared_with_aggregated_workers() {
     compare_disaggregation("mirror");
-}
-
-#[test]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-fn disaggregated_run_is_kept_until_interrupted() {
-    let mut run = QuickstartRun::start(
-        &[
-            "--disaggregated",
-            "call",
-            "--rounds",
-            "1",
-            "--groups",
-            "1",
-            "--keep",
-        ],
-        |_| {},
-    );
-    let _lines = answer_printed_commands(&mut run);
-    run.signal(Signal::INT);
-    assert_eq!(run.wait(END).code(), Some(130));
-    run.assert_nothing_left();
 }
 
 #[test]
@@ -512,12 +477,15 @@ fn answer_printed_commands(run: &mut QuickstartRun) -> Lines<BufReader<ChildStdo
 #[test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn kept_run_serves_printed_commands_until_interrupted() {
-    let mut run = QuickstartRun::start(&[&SMALL[..], &["--keep"]].concat(), |_| {});
-    let _lines = answer_printed_commands(&mut run);
-    run.signal(Signal::INT);
-    assert_eq!(run.wait(END).code(), Some(130));
-    run.assert_nothing_left();
-    assert_eq!(run.temporary_files(), Vec::<PathBuf>::new());
+    let disaggregated = ["--disaggregated", "call", "--rounds", "1", "--groups", "1"];
+    for args in [&SMALL[..], &disaggregated] {
+        let mut run = QuickstartRun::start(&[args, &["--keep"]].concat(), |_| {});
+        let _lines = answer_printed_commands(&mut run);
+        run.signal(Signal::INT);
+        assert_eq!(run.wait(END).code(), Some(130), "{args:?}");
+        run.assert_nothing_left();
+        assert_eq!(run.temporary_files(), Vec::<PathBuf>::new(), "{args:?}");
+    }
 }
 
 #[test]
@@ -548,23 +516,9 @@ fn machine_without_envoy(dir: &Path) -> (PathBuf, PathBuf) {
 }
 
 fn run_bare(program: &Path, path: &Path) -> QuickstartRun {
-    QuickstartRun::start(&[], |command| {
-        let temporary = command
-            .get_envs()
-            .find(|(name, _)| *name == "TMPDIR")
-            .unwrap()
-            .1
-            .unwrap()
-            .to_owned();
-        let mut bare = Command::new(program);
-        bare.env("TMPDIR", temporary)
-            .env("PATH", path)
-            .env_remove("ENVOY_BIN");
-        bare.stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        *command = bare;
-    })
+    let mut command = Command::new(program);
+    command.env("PATH", path).env_remove("ENVOY_BIN");
+    QuickstartRun::spawn(command)
 }
 
 #[test]
@@ -587,28 +541,12 @@ fn missing_python_is_reported() {
 #[test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn open_file_limit_is_reported() {
-    let mut run = QuickstartRun::start(&[], |command| {
-        let temporary = command
-            .get_envs()
-            .find(|(name, _)| *name == "TMPDIR")
-            .unwrap()
-            .1
-            .unwrap()
-            .to_owned();
-        let mut limited = Command::new("sh");
-        limited
-            .args([
-                "-c",
-                "ulimit -n 20; exec \"$0\"",
-                example_program("quickstart").unwrap().to_str().unwrap(),
-            ])
-            .env("TMPDIR", temporary);
-        limited
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        *command = limited;
-    });
+    let program = example_program("quickstart").unwrap();
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "ulimit -n 20; exec \"$0\""])
+        .arg(program);
+    let mut run = QuickstartRun::spawn(command);
     assert_fails(&mut run, &["Too many open files"]);
 }
 

@@ -9,7 +9,7 @@ use warmroute_testbed::ports::{FreePort, until};
 
 use crate::support::another::SecondRouter;
 use crate::support::deployment::{
-    ChatAnswer, PATIENCE, TestDeployment, essay, fast, with_response_headers,
+    PATIENCE, RoutedAnswer, TestDeployment, essay, fast,
 };
 
 /// Number of compared requests.
@@ -19,9 +19,9 @@ const PROMPTS: usize = 200;
 /// Number of requests during each failure.
 const REQUESTS_PER_FAILURE: usize = 60;
 
-async fn complete(deployment: &TestDeployment, topic: usize) -> ChatAnswer {
+async fn complete(deployment: &TestDeployment, topic: usize) -> RoutedAnswer {
     let body = json!({"model": MODEL, "prompt": essay(topic % PROMPTS), "max_tokens": 1});
-    ChatAnswer::read(deployment.post("/v1/completions", &body).await).await
+    deployment.post("/v1/completions", &body).await
 }
 
 /// Sends the requests. Returns the share of prompt tokens that the engines had cached.
@@ -56,30 +56,10 @@ async fn modes(deployment: &TestDeployment, from: usize) -> Vec<String> {
 /// Returns the explanation of each worker for a prompt: overlap, index freshness and cost.
 async fn explanations(deployment: &TestDeployment, page: &str, topic: usize) -> Value {
     let question = json!({"path": "/v1/completions", "body": {"model": MODEL, "prompt": essay(topic), "max_tokens": 1}});
-    let answer: Value = deployment
-        .http
-        .post(page)
-        .json(&question)
-        .send()
-        .await
-        .unwrap()
-        .json()
-        .await
-        .unwrap();
+    let answer = RoutedAnswer::of(deployment.http.post(page).json(&question)).await;
+    let answer = answer.json();
     assert_eq!(answer["mode"], "exact", "{answer}");
     answer["phases"][0]["workers"].clone()
-}
-
-async fn metrics(
-    deployment: &TestDeployment,
-    client: &SecondRouter,
-) -> crate::support::openmetrics::OpenMetricsPage {
-    let query = deployment
-        .http
-        .get(client.url("/metrics"))
-        .header("accept", crate::support::openmetrics::ACCEPT);
-    let page = query.send().await.unwrap();
-    crate::support::openmetrics::OpenMetricsPage::read(&page.text().await.unwrap())
 }
 
 fn serving(port: u16) -> Value {
@@ -94,15 +74,10 @@ fn serving(port: u16) -> Value {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn remote_index_client_matches_server_and_survives_failures() {
-    let mut deployment = TestDeployment::engines(&[1, 2, 3, 4].map(fast)).await;
-    deployment.write_workers().unwrap();
     let ports = [0, 1].map(|_| FreePort::find().unwrap().release());
-    deployment
-        .start_router(&with_response_headers(serving(ports[0])))
-        .await
-        .unwrap();
-    let envoy = deployment.envoy_config();
-    deployment.start_envoy(&envoy).await.unwrap();
+    let engines = [1, 2, 3, 4].map(fast);
+    let mut deployment =
+        TestDeployment::start_with(&engines, serving(ports[0]), str::to_owned).await;
     let second = SecondRouter::start(&deployment, "second", &serving(ports[1])).await;
     hit_rate(&deployment, 0).await;
     let of_server = hit_rate(&deployment, 3).await;
@@ -164,7 +139,7 @@ async fn assert_failures_are_survived(
 ) {
     deployment.router().unwrap().freeze();
     assert_eq!(modes(deployment, 0).await, ["exact"]);
-    let page = metrics(deployment, client).await;
+    let page = client.metrics().await;
     assert!(
         page.sum(
             "remote_index_queries_total",
@@ -179,7 +154,7 @@ async fn assert_failures_are_survived(
     // The other server is killed.
     second.child.kill9();
     assert_eq!(modes(deployment, 40).await, ["approximate"]);
-    let page = metrics(deployment, client).await;
+    let page = client.metrics().await;
     assert!(
         page.sum("degradations_total", &[("reason", "index_unreachable")])
             >= REQUESTS_PER_FAILURE as f64,

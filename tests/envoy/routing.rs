@@ -5,7 +5,7 @@ mod adapters;
 mod audit;
 pub(crate) mod bed;
 mod call;
-mod contents;
+pub(crate) mod contents;
 mod encrypted;
 mod forged;
 mod front_end;

@@ -10,7 +10,7 @@ use warmroute_testbed::ports::{FreePort, until};
 
 use crate::support::another::SecondRouter;
 use crate::support::deployment::{
-    PATIENCE, TestDeployment, essay, fast, programs, with_response_headers,
+    PATIENCE, RoutedAnswer, TestDeployment, essay, fast, with_response_headers,
 };
 
 /// Number of compared requests.
@@ -35,9 +35,8 @@ async fn hit_rate(deployment: &TestDeployment, from: usize, requests: usize) -> 
         let body =
             json!({"model": MODEL, "prompt": essay((from + nth * 7) % PROMPTS), "max_tokens": 1});
         let answer = deployment.post("/v1/completions", &body).await;
-        assert_eq!(answer.status(), 200);
-        let answer: Value = answer.json().await.unwrap();
-        let usage = &answer["usage"];
+        assert_eq!(answer.status, 200);
+        let usage = &answer.json()["usage"];
         prompt += usage["prompt_tokens"].as_f64().unwrap();
         cached += usage["prompt_tokens_details"]["cached_tokens"]
             .as_f64()
@@ -59,12 +58,10 @@ async fn stream_requests(deployment: &TestDeployment, requests: usize) -> u64 {
     for nth in 0..requests {
         let body = json!({"model": MODEL, "prompt": essay(PROMPTS + nth), "max_tokens": 4, "stream": true});
         let answer = deployment.post("/v1/completions", &body).await;
-        assert_eq!(answer.status(), 200);
-        answer.bytes().await.unwrap();
+        assert_eq!(answer.status, 200);
     }
     deployment.settle().await;
-    let admin = deployment.admin_url("/debug/calibration");
-    let learned = learned_prefills(&json_of(&deployment.http, &admin).await.unwrap());
+    let learned = learned_prefills(&deployment.debug_page("calibration").await.unwrap());
     assert!(learned > 0, "no prefill was learned");
     learned
 }
@@ -89,17 +86,10 @@ async fn wait_index_matches(another: &SecondRouter, deployment: &TestDeployment)
 
 /// Starts a deployment. Returns it with the API address of its warmroute.
 async fn deployment() -> (TestDeployment, String) {
-    let mut deployment = TestDeployment::engines(&engines_with_short_replay()).await;
-    deployment.write_workers().unwrap();
     let api = format!("127.0.0.1:{}", FreePort::find().unwrap().release());
-    deployment
-        .start_router(&with_response_headers(
-            json!({"listeners": {"api": {"address": api}}}),
-        ))
-        .await
-        .unwrap();
-    let envoy = deployment.envoy_config();
-    deployment.start_envoy(&envoy).await.unwrap();
+    let more = json!({"listeners": {"api": {"address": api}}});
+    let engines = engines_with_short_replay();
+    let deployment = TestDeployment::start_with(&engines, more, str::to_owned).await;
     (deployment, format!("http://{api}"))
 }
 
@@ -160,14 +150,10 @@ fn stop_router(deployment: &TestDeployment) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn restart_resumes_from_snapshot_unless_engine_changed() {
-    let mut deployment = TestDeployment::engines(&engines_with_short_replay()).await;
-    deployment.write_workers().unwrap();
-    let own = with_response_headers(
-        json!({"index": {"warm_start": {"snapshot_file": "index.warmroute"}}}),
-    );
-    deployment.start_router(&own).await.unwrap();
-    let envoy = deployment.envoy_config();
-    deployment.start_envoy(&envoy).await.unwrap();
+    let more = json!({"index": {"warm_start": {"snapshot_file": "index.warmroute"}}});
+    let own = with_response_headers(more.clone());
+    let engines = engines_with_short_replay();
+    let mut deployment = TestDeployment::start_with(&engines, more, str::to_owned).await;
     let learned = stream_requests(&deployment, 12).await;
     hit_rate(&deployment, 0, 400).await;
     deployment.settle().await;
@@ -177,22 +163,12 @@ async fn restart_resumes_from_snapshot_unless_engine_changed() {
     stop_router(&deployment);
     for engine in &deployment.engines[1..] {
         let body = json!({"model": MODEL, "prompt": essay(PROMPTS + 1), "max_tokens": 1});
-        let answer = deployment
-            .http
-            .post(engine.url("/v1/completions"))
-            .json(&body)
-            .send()
-            .await
-            .unwrap();
-        assert_eq!(answer.status(), 200);
+        let request = deployment.http.post(engine.url("/v1/completions"));
+        let answer = RoutedAnswer::of(request.json(&body)).await;
+        assert_eq!(answer.status, 200);
     }
     deployment.engines[0].kill9();
-    let programs = programs();
-    let run_dir = deployment.run_dir.clone();
-    deployment.engines[0]
-        .restart(&programs, &run_dir)
-        .await
-        .unwrap();
+    deployment.restart_engine(0).await;
     deployment.start_router(&own).await.unwrap();
     deployment.settle().await;
     assert!(
@@ -200,8 +176,7 @@ async fn restart_resumes_from_snapshot_unless_engine_changed() {
         "three of four engines still have their caches"
     );
     assert!(hit_rate(&deployment, 0, 200).await > 0.5);
-    let admin = deployment.admin_url("/debug/calibration");
-    let calibration = json_of(&deployment.http, &admin).await.unwrap();
+    let calibration = deployment.debug_page("calibration").await.unwrap();
     assert_eq!(learned_prefills(&calibration), learned, "{calibration}");
 
     // A killed process writes no snapshot, so its successor uses the previous one. Blocks that are

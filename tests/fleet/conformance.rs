@@ -15,9 +15,16 @@ use warmroute_testbed::ports::{FreePort, until};
 use crate::support::api_server::ApiServer;
 use site::{ConformanceBackend, ConformanceGateway, EndpointPicker, POOL, PROBED, SOON, pod, pool};
 
-/// Returns true if the fixture's probes would consider the endpoint picker ready.
-async fn is_ready(picker: &EndpointPicker) -> bool {
-    picker.health(PROBED).await == Some(Serving)
+/// Waits until the fixture's probes would consider the endpoint picker ready.
+async fn wait_ready(picker: &EndpointPicker) {
+    let is_ready = async || picker.health(PROBED).await == Some(Serving);
+    assert!(until(SOON, is_ready).await, "{}", picker.log());
+}
+
+/// Waits until a request gets this status.
+async fn wait_status(gateway: &ConformanceGateway, picker: &EndpointPicker, status: u16) {
+    let is_reached = async || gateway.ask(None).await.status == status;
+    assert!(until(SOON, is_reached).await, "{}", picker.log());
 }
 
 /// Starts a backend for each address and port.
@@ -53,11 +60,7 @@ async fn conformance_flags_alone_serve_the_pool() {
     server.put("pods", pod("backend-2", all[1], "primary", false));
     server.put("pods", pod("stranger", all[2], "secondary", true));
     server.put("inferencepools", pool(&[first]));
-    assert!(
-        until(SOON, async || is_ready(&picker).await).await,
-        "serving with a pool: {}",
-        picker.log()
-    );
+    wait_ready(&picker).await;
     let gateway = ConformanceGateway::start(picker.grpc, &backends).await;
     assert_eq!(
         gateway.ask(None).await.status,
@@ -66,11 +69,7 @@ async fn conformance_flags_alone_serve_the_pool() {
     );
     server.put("pods", pod("backend-1", all[0], "primary", true));
     server.put("pods", pod("backend-2", all[1], "primary", true));
-    assert!(
-        until(SOON, async || gateway.ask(None).await.status == 200).await,
-        "{}",
-        picker.log()
-    );
+    wait_status(&gateway, &picker, 200).await;
 
     let at = |address: usize, port: u16| format!("{}:{port}", all[address]);
     let endpoints = [at(0, first), at(1, first), at(2, first)];
@@ -112,17 +111,9 @@ async fn assert_pool_is_followed(
     port: u16,
 ) {
     server.delete("inferencepools", POOL);
-    assert!(
-        until(SOON, async || gateway.ask(None).await.status == 503).await,
-        "{}",
-        picker.log()
-    );
+    wait_status(gateway, picker, 503).await;
     server.put("inferencepools", pool(&[port]));
-    assert!(
-        until(SOON, async || gateway.ask(None).await.status == 200).await,
-        "{}",
-        picker.log()
-    );
+    wait_status(gateway, picker, 200).await;
 }
 
 /// Asserts that requests for subsets of the two pool members reach only these. The third endpoint
@@ -150,11 +141,7 @@ async fn ext_proc_serves_self_signed_h2_by_default() {
         pod("backend", [192, 0, 2, 1].into(), "primary", true),
     );
     let picker = EndpointPicker::start(&server, &[]);
-    assert!(
-        until(SOON, async || is_ready(&picker).await).await,
-        "{}",
-        picker.log()
-    );
+    wait_ready(&picker).await;
     let (protocol, certificates) = picker.handshake("h2").await.unwrap();
     assert_eq!((protocol.as_deref(), certificates), (Some(&b"h2"[..]), 1));
     let http = picker.handshake("http/1.1").await;
@@ -164,11 +151,7 @@ async fn ext_proc_serves_self_signed_h2_by_default() {
         "{http:?}"
     );
     let plain = EndpointPicker::start(&server, &["--secure-serving=false"]);
-    assert!(
-        until(SOON, async || is_ready(&plain).await).await,
-        "{}",
-        plain.log()
-    );
+    wait_ready(&plain).await;
     assert!(plain.handshake("h2").await.is_err());
 }
 
@@ -190,11 +173,7 @@ async fn shutdown_fails_probes_and_ends_within_grace() {
             "--enable-cert-reload",
         ],
     );
-    assert!(
-        until(SOON, async || is_ready(&picker).await).await,
-        "{}",
-        picker.log()
-    );
+    wait_ready(&picker).await;
     // There is no configuration file to reload, and the process must not exit.
     picker.child.signal(Signal::HUP);
     assert!(
@@ -204,13 +183,8 @@ async fn shutdown_fails_probes_and_ends_within_grace() {
     );
     let signalled = Instant::now();
     picker.child.terminate();
-    assert!(
-        until(SOON, async || picker.health(PROBED).await
-            == Some(NotServing))
-        .await,
-        "{}",
-        picker.log()
-    );
+    let not_serving = async || picker.health(PROBED).await == Some(NotServing);
+    assert!(until(SOON, not_serving).await, "{}", picker.log());
     assert_eq!(picker.health("liveness").await, Some(Serving));
     assert!(
         until(SOON, async || !picker.child.is_running()).await,

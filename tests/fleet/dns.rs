@@ -9,6 +9,7 @@ use std::sync::Arc;
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
 use warmroute::dns::{self, worker_id};
 use warmroute_core::worker::{BlockSize, Worker};
 use warmroute_metrics::{Metrics, SourceLabel};
@@ -18,7 +19,7 @@ use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::debian::DNSMASQ;
 use warmroute_testbed::ports::{FreePort, ReadyCheck, until, wait_ready};
 
-use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast, with_response_headers};
+use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast};
 
 /// DNS server for names below `test.`.
 struct DnsServer {
@@ -85,13 +86,7 @@ impl DnsServer {
 struct DnsFollower {
     fleets: watch::Receiver<Option<Vec<Worker>>>,
     metrics: Arc<Metrics>,
-    task: tokio::task::JoinHandle<()>,
-}
-
-impl Drop for DnsFollower {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    _task: AbortOnDropHandle<()>,
 }
 
 impl DnsFollower {
@@ -115,7 +110,7 @@ impl DnsFollower {
         Self {
             fleets,
             metrics,
-            task,
+            _task: AbortOnDropHandle::new(task),
         }
     }
 
@@ -232,21 +227,16 @@ async fn dns_discovered_engines_receive_requests() {
         service(1),
         "host-record=e.test,127.0.0.1".to_owned(),
     ];
-    let ids: Vec<u64> = deployment
-        .engines
-        .iter()
-        .map(|engine| worker_id(engine.address).0)
-        .collect();
+    let addresses = deployment.addresses().into_iter();
+    let ids: Vec<u64> = addresses.map(|address| worker_id(address).0).collect();
     let mut names = DnsServer::start(&[&both[0], &both[2]]).await;
     let source = json!([{
         "name": "_http._tcp.e.test", "record": "srv", "refresh_interval": "50ms", "resolver": names.resolver(),
         "worker": {"model": warmroute_testbed::deployment::MODEL},
     }]);
     // The event sources are discovered from the engines.
-    let own = with_response_headers(json!({"workers": {"file": null, "dns": source}}));
-    deployment.start_router(&own).await.unwrap();
-    let envoy = deployment.envoy_config();
-    deployment.start_envoy(&envoy).await.unwrap();
+    let own = json!({"workers": {"file": null, "dns": source}});
+    deployment.serve(own, str::to_owned).await;
     let mut number = 0;
     let mut served = async |wanted: usize| {
         let mut served = BTreeSet::new();
@@ -254,12 +244,7 @@ async fn dns_discovered_engines_receive_requests() {
             number += 1;
             let answered = deployment.complete(&essay(number)).await;
             assert_eq!(answered.status, 200, "{answered:?}");
-            served.insert(
-                answered
-                    .header("x-worker-instance-id")
-                    .parse::<u64>()
-                    .unwrap(),
-            );
+            served.insert(answered.chosen());
             served.len() == wanted
         });
         assert!(all.await, "{served:?}");

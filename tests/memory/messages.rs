@@ -3,14 +3,10 @@
 
 use std::sync::Arc;
 
-use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
 use envoy_types::pb::envoy::service::endpoint::v3::endpoint_discovery_service_client::EndpointDiscoveryServiceClient;
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
-use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request as Message;
-use envoy_types::pb::envoy::service::ext_proc::v3::{
-    HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse,
-};
+use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse};
 use serde_json::json;
 use tokio::io::AsyncReadExt as _;
 use tokio::net::{TcpListener, TcpStream};
@@ -27,6 +23,7 @@ use warmroute_engines::shared_cache::{
 };
 use warmroute_settings::DurationSetting;
 
+use crate::support::ext_proc;
 use crate::support::process::WarmrouteProcess;
 use crate::{MemoryBound, MemoryMeter, measure};
 
@@ -47,56 +44,25 @@ pub(crate) type PendingExchange = (
     Streaming<ProcessingResponse>,
 );
 
-pub(crate) async fn exchange(channel: Channel, messages: Vec<Message>) -> PendingExchange {
+pub(crate) async fn exchange(
+    channel: Channel,
+    messages: impl IntoIterator<Item = ProcessingRequest>,
+) -> PendingExchange {
     let (sender, receiver) = unbounded_channel();
     for message in messages {
-        sender
-            .send(ProcessingRequest {
-                request: Some(message),
-                ..ProcessingRequest::default()
-            })
-            .unwrap();
+        sender.send(message).unwrap();
     }
     let mut client = ExternalProcessorClient::new(channel);
-    (
-        sender,
-        client
-            .process(UnboundedReceiverStream::new(receiver))
-            .await
-            .unwrap()
-            .into_inner(),
-    )
+    let replies = client.process(UnboundedReceiverStream::new(receiver)).await;
+    (sender, replies.unwrap().into_inner())
 }
 
 /// Returns a completion request with a prompt of tokens. Each token except the first one takes two
 /// bytes in the body.
-pub(crate) fn completion(first: usize, tokens: usize) -> Vec<Message> {
-    let header = |(key, value): (&str, &str)| HeaderValue {
-        key: key.to_owned(),
-        raw_value: value.as_bytes().to_vec(),
-        ..HeaderValue::default()
-    };
-    let headers = [
-        (":method", "POST"),
-        (":path", "/v1/completions"),
-        ("content-type", "application/json"),
-    ];
-    let headers = HeaderMap {
-        headers: headers.map(header).to_vec(),
-    };
+pub(crate) fn completion(first: usize, tokens: usize) -> [ProcessingRequest; 2] {
     let tokens = format!("{first}{}", ",1".repeat(tokens - 1));
     let body = format!(r#"{{"model":"m","prompt":"x","nvext":{{"token_data":[{tokens}]}}}}"#);
-    vec![
-        Message::RequestHeaders(HttpHeaders {
-            headers: Some(headers),
-            ..HttpHeaders::default()
-        }),
-        Message::RequestBody(HttpBody {
-            body: body.into_bytes(),
-            end_of_stream: true,
-            ..HttpBody::default()
-        }),
-    ]
+    ext_proc::post("/v1/completions", &[], &body)
 }
 
 /// Asserts the memory per token: 2 bytes in the body, which stays in the receive buffer of the gRPC
@@ -142,7 +108,7 @@ async fn connections_of_a_listener() {
     let meter = meter(&process);
     let mut connections = Vec::new();
     for _ in 0..CONNECTIONS {
-        connections.push(exchange(process.channel(process.grpc).await, Vec::new()).await);
+        connections.push(exchange(process.channel(process.grpc).await, []).await);
     }
     process
         .wait_metric("connections{listener=\"ext_proc\"}", CONNECTIONS as f64)

@@ -44,9 +44,8 @@ async fn open_streams(
         if number % STREAMS_PER_CONNECTION == 0 {
             channel = Some(process.channel(process.grpc).await);
         }
-        let mut request = completion(number as usize, PROMPT_TOKENS);
-        request.truncate(messages);
-        streams.push(exchange(channel.clone().unwrap(), request).await);
+        let request = completion(number as usize, PROMPT_TOKENS).into_iter();
+        streams.push(exchange(channel.clone().unwrap(), request.take(messages)).await);
     }
     let open = async || process.metric("open_exchanges").await == count as f64;
     assert!(until(PATIENCE, open).await, "{}", process.log());

@@ -7,7 +7,6 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
 use proto::body_mutation::Mutation;
 use proto::external_processor_client::ExternalProcessorClient;
@@ -17,6 +16,8 @@ use serde_json::{Value, json};
 use tonic::transport::Channel;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::ports::{FreePort, ReadyCheck, wait_ready};
+
+use crate::support::ext_proc::{self, body, headers};
 
 /// Text in the fields of clients and engines.
 const CANARY: &str = "CANARY-7f3a";
@@ -189,29 +190,6 @@ fn response_cases() -> [(&'static str, &'static str, String); 5] {
     ]
 }
 
-fn headers(pairs: &[(&str, &str)]) -> proto::HttpHeaders {
-    let header = |&(key, value): &(&str, &str)| HeaderValue {
-        key: key.to_owned(),
-        raw_value: value.as_bytes().to_vec(),
-        ..HeaderValue::default()
-    };
-    let headers = Some(HeaderMap {
-        headers: pairs.iter().map(header).collect(),
-    });
-    proto::HttpHeaders {
-        headers,
-        ..proto::HttpHeaders::default()
-    }
-}
-
-fn body(bytes: &[u8], end_of_stream: bool) -> proto::HttpBody {
-    proto::HttpBody {
-        body: bytes.to_vec(),
-        end_of_stream,
-        ..proto::HttpBody::default()
-    }
-}
-
 /// Returns all messages of an exchange in one of Envoy's body modes.
 fn messages(case: &CanaryCase, at: usize, mode: i32) -> Vec<proto::ProcessingRequest> {
     let (status, kind, answer) = &response_cases()[at % response_cases().len()];
@@ -253,9 +231,8 @@ fn messages(case: &CanaryCase, at: usize, mode: i32) -> Vec<proto::ProcessingReq
     };
     let mut first = Some(configuration);
     let wire = |request| proto::ProcessingRequest {
-        request: Some(request),
         protocol_config: first.take(),
-        ..proto::ProcessingRequest::default()
+        ..ext_proc::message(request)
     };
     messages.into_iter().map(wire).collect()
 }
@@ -389,16 +366,9 @@ impl CanarySite {
     }
 
     async fn page(&self, page: &str) -> String {
-        let http = warmroute_runtime::tls::http_client_builder()
-            .build()
-            .unwrap();
-        http.get(format!("{}/{page}", self.admin))
-            .send()
-            .await
-            .unwrap()
-            .text()
-            .await
-            .unwrap()
+        let http = warmroute_runtime::tls::http_client_builder();
+        let page = http.build().unwrap().get(format!("{}/{page}", self.admin));
+        page.send().await.unwrap().text().await.unwrap()
     }
 
     /// Ends the process and returns all of its output.

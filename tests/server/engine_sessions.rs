@@ -9,15 +9,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
 use proto::external_processor_client::ExternalProcessorClient;
-use proto::processing_request::Request as Message;
 use serde_json::json;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::Channel;
 use warmroute_core::index::PrefixIndex;
 use warmroute_core::load::LoadTracker;
@@ -34,8 +32,8 @@ use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_engines::engine_sessions::config::{EngineSessionsConfig, SessionEngineKind};
 use warmroute_engines::engine_sessions::{EngineAccess, EngineSessions, RecordedSessions};
 use warmroute_metrics::{EngineSessionLabels, Metrics};
-use warmroute_server::config::Config;
 use warmroute_settings::DurationSetting;
+use warmroute_testbed::ports::until;
 
 use engine::{EngineBehaviour, SessionEngine, close, open};
 
@@ -50,13 +48,7 @@ struct SessionBed {
     engines: Arc<EngineSessions>,
     metrics: Arc<Metrics>,
     seconds: Arc<AtomicU64>,
-    task: JoinHandle<()>,
-}
-
-impl Drop for SessionBed {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    task: AbortOnDropHandle<()>,
 }
 
 fn worker(id: u64, address: SocketAddr) -> Worker {
@@ -125,7 +117,7 @@ impl SessionBed {
             metrics.clone(),
         );
         let running = engines.clone();
-        let task = tokio::spawn(async move { running.run().await });
+        let task = AbortOnDropHandle::new(tokio::spawn(async move { running.run().await }));
         let bed = Self {
             sessions,
             router,
@@ -150,33 +142,25 @@ impl SessionBed {
             .retain(|worker| fleet.worker(worker).is_some());
     }
 
+    fn enter(&self, id: &str, tenant: Option<&str>) -> SessionEntry {
+        let name = SessionName {
+            id,
+            parent: None,
+            model: None,
+            tenant,
+        };
+        self.sessions.enter(name).unwrap()
+    }
+
     fn enter_first(&self, id: &str) -> PendingBinding {
-        match self
-            .sessions
-            .enter(SessionName {
-                id,
-                parent: None,
-                model: None,
-                tenant: None,
-            })
-            .unwrap()
-        {
+        match self.enter(id, None) {
             SessionEntry::First(binding) => binding,
             other => panic!("{other:?}"),
         }
     }
 
     fn enter_bound(&self, id: &str) -> SessionLease {
-        match self
-            .sessions
-            .enter(SessionName {
-                id,
-                parent: None,
-                model: None,
-                tenant: None,
-            })
-            .unwrap()
-        {
+        match self.enter(id, None) {
             SessionEntry::Bound(hold) => hold,
             other => panic!("{other:?}"),
         }
@@ -197,33 +181,28 @@ impl SessionBed {
 
     /// Waits until no engine session is counted as open.
     async fn wait_for_no_open_session(&self) {
-        let closed = async {
-            while self.metrics.sessions.engine_sessions.get() > 0 {
-                tokio::time::sleep(Duration::from_millis(2)).await;
-            }
-        };
-        assert!(tokio::time::timeout(DEADLINE, closed).await.is_ok());
+        let closed = async || self.metrics.sessions.engine_sessions.get() == 0;
+        assert!(until(DEADLINE, closed).await);
     }
 
     /// Waits until `count` calls have ended with an outcome.
     async fn wait_for_calls(&self, call: &'static str, outcome: &'static str, count: u64) {
-        let counted = async {
-            while self.count(call, outcome) < count {
-                tokio::time::sleep(Duration::from_millis(2)).await;
-            }
-        };
-        let reached = tokio::time::timeout(DEADLINE, counted).await;
-        assert!(
-            reached.is_ok(),
-            "{call} {outcome} is {}, not {count}",
-            self.count(call, outcome)
-        );
-        assert_eq!(self.count(call, outcome), count);
+        until(DEADLINE, async || self.count(call, outcome) >= count).await;
+        assert_eq!(self.count(call, outcome), count, "{call} {outcome}");
     }
 }
 
 fn sglang() -> EngineSessionsConfig {
     EngineSessionsConfig::with_kind(SessionEngineKind::Sglang)
+}
+
+fn session_key(id: &str) -> Arc<SessionKey> {
+    Arc::new(SessionKey {
+        model: None,
+        tenant: None,
+        group: false,
+        id: id.into(),
+    })
 }
 
 fn rank(worker: u64, rank: u32) -> WorkerRank {
@@ -233,10 +212,27 @@ fn rank(worker: u64, rank: u32) -> WorkerRank {
     }
 }
 
-#[tokio::test]
-async fn session_opens_once_and_closes_when_idle() {
+async fn one_engine() -> (SessionEngine, SessionBed) {
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
     let bed = SessionBed::start(&[engine.address], sglang());
+    (engine, bed)
+}
+
+async fn two_engines(
+    [first, second]: [EngineBehaviour; 2],
+    config: EngineSessionsConfig,
+) -> ([SessionEngine; 2], SessionBed) {
+    let engines = [
+        SessionEngine::start(first).await,
+        SessionEngine::start(second).await,
+    ];
+    let bed = SessionBed::start(&[engines[0].address, engines[1].address], config);
+    (engines, bed)
+}
+
+#[tokio::test]
+async fn session_opens_once_and_closes_when_idle() {
+    let (engine, bed) = one_engine().await;
     drop(bed.enter_first("a").bind(rank(1, 0)));
     bed.wait_for_calls("open", "ok", 1).await;
     bed.advance_time(TTL - 1);
@@ -258,8 +254,7 @@ async fn session_opens_once_and_closes_when_idle() {
 
 #[tokio::test]
 async fn last_request_of_session_closes_it() {
-    let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let bed = SessionBed::start(&[engine.address], sglang());
+    let (engine, bed) = one_engine().await;
     let hold = bed.enter_first("a").bind(rank(1, 0));
     engine.received_calls(1).await;
     hold.finish();
@@ -270,11 +265,7 @@ async fn last_request_of_session_closes_it() {
 
 #[tokio::test]
 async fn moved_session_closes_and_opens() {
-    let engines = [
-        SessionEngine::start(EngineBehaviour::Well).await,
-        SessionEngine::start(EngineBehaviour::Well).await,
-    ];
-    let bed = SessionBed::start(&[engines[0].address, engines[1].address], sglang());
+    let (engines, bed) = two_engines([EngineBehaviour::Well; 2], sglang()).await;
     let mut hold = bed.enter_first("a").bind(rank(1, 0));
     engines[0].received_calls(1).await;
     hold.rebind(rank(2, 1));
@@ -293,11 +284,7 @@ async fn moved_session_closes_and_opens() {
 
 #[tokio::test]
 async fn sessions_of_removed_worker_are_closed() {
-    let engines = [
-        SessionEngine::start(EngineBehaviour::Well).await,
-        SessionEngine::start(EngineBehaviour::Well).await,
-    ];
-    let bed = SessionBed::start(&[engines[0].address, engines[1].address], sglang());
+    let (engines, bed) = two_engines([EngineBehaviour::Well; 2], sglang()).await;
     drop(bed.enter_first("idle").bind(rank(2, 0)));
     let _running = bed.enter_first("running").bind(rank(2, 0));
     engines[1].received_calls(2).await;
@@ -309,8 +296,7 @@ async fn sessions_of_removed_worker_are_closed() {
 
 #[tokio::test]
 async fn open_and_close_of_one_id_are_ordered() {
-    let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let bed = SessionBed::start(&[engine.address], sglang());
+    let (engine, bed) = one_engine().await;
     for nth in 0..200 {
         let hold = bed.enter_first("a").bind(rank(1, 0));
         engine.received_calls(2 * nth + 1).await;
@@ -391,15 +377,12 @@ async fn failed_calls_are_counted_without_other_effect() {
 
 #[tokio::test]
 async fn hanging_engine_is_isolated_and_still_closed() {
-    let engines = [
-        SessionEngine::start(EngineBehaviour::Never).await,
-        SessionEngine::start(EngineBehaviour::Well).await,
-    ];
     let config = EngineSessionsConfig {
         timeout: DurationSetting::millis(50),
         ..sglang()
     };
-    let bed = SessionBed::start(&[engines[0].address, engines[1].address], config);
+    let behaviours = [EngineBehaviour::Never, EngineBehaviour::Well];
+    let (engines, bed) = two_engines(behaviours, config).await;
     for nth in 0..100 {
         drop(bed.enter_first(&format!("slow {nth}")).bind(rank(1, 0)));
     }
@@ -415,16 +398,10 @@ async fn hanging_engine_is_isolated_and_still_closed() {
 
 #[tokio::test]
 async fn session_of_another_replica_closes_after_inheritance() {
-    let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let bed = SessionBed::start(&[engine.address], sglang());
+    let (engine, bed) = one_engine().await;
     let hold = bed.enter_first("a").bind(rank(1, 0));
     bed.wait_for_calls("open", "ok", 1).await;
-    let session = Arc::new(SessionKey {
-        model: None,
-        tenant: None,
-        group: false,
-        id: "a".into(),
-    });
+    let session = session_key("a");
     let bound = |version, by| SessionUpdate::Bound {
         session: session.clone(),
         target: rank(1, 0),
@@ -465,19 +442,10 @@ async fn session_of_another_replica_closes_after_inheritance() {
 
 #[tokio::test]
 async fn tenants_share_one_engine_session() {
-    let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let bed = SessionBed::start(&[engine.address], sglang());
-    let bind = |tenant, dp_rank| {
-        let name = SessionName {
-            id: "a",
-            parent: None,
-            model: None,
-            tenant: Some(tenant),
-        };
-        match bed.sessions.enter(name).unwrap() {
-            SessionEntry::First(binding) => binding.bind(rank(1, dp_rank)),
-            other => panic!("{other:?}"),
-        }
+    let (engine, bed) = one_engine().await;
+    let bind = |tenant, dp_rank| match bed.enter("a", Some(tenant)) {
+        SessionEntry::First(binding) => binding.bind(rank(1, dp_rank)),
+        other => panic!("{other:?}"),
     };
     let one = bind("one", 0);
     let two = bind("two", 1);
@@ -501,12 +469,7 @@ async fn tenants_share_one_engine_session() {
 async fn requests_of_inherited_sessions_do_not_wait() {
     let engine = SessionEngine::start(EngineBehaviour::Never).await;
     let bed = SessionBed::start(&[engine.address], sglang());
-    let session = Arc::new(SessionKey {
-        model: None,
-        tenant: None,
-        group: false,
-        id: "a".into(),
-    });
+    let session = session_key("a");
     let stamp = BindingVersion {
         version: 1,
         router: 2,
@@ -529,11 +492,8 @@ async fn requests_of_inherited_sessions_do_not_wait() {
 
 #[tokio::test]
 async fn shutdown_closes_sessions_and_skips_hanging_engines() {
-    let engines = [
-        SessionEngine::start(EngineBehaviour::Well).await,
-        SessionEngine::start(EngineBehaviour::Never).await,
-    ];
-    let bed = SessionBed::start(&[engines[0].address, engines[1].address], sglang());
+    let behaviours = [EngineBehaviour::Well, EngineBehaviour::Never];
+    let (engines, bed) = two_engines(behaviours, sglang()).await;
     let holds: Vec<_> = (0..300)
         .map(|nth| bed.enter_first(&nth.to_string()).bind(rank(1, 0)))
         .collect();
@@ -550,8 +510,7 @@ async fn shutdown_closes_sessions_and_skips_hanging_engines() {
 
 #[tokio::test]
 async fn shutdown_leaves_active_sessions_to_replicas() {
-    let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let bed = SessionBed::start(&[engine.address], sglang());
+    let (engine, bed) = one_engine().await;
     let _used = bed.enter_first("used").bind(rank(1, 0));
     let ended = bed.enter_first("ended").bind(rank(1, 0));
     bed.wait_for_calls("open", "ok", 2).await;

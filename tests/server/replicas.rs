@@ -86,6 +86,29 @@ impl NatsServer {
         ApiSite::start(&settings.replace("sessions: {}", sessions), workers).await
     }
 
+    /// Starts two replicas with two workers, and waits until they are synced.
+    async fn two_replicas(&self) -> [ApiSite; 2] {
+        let [a, b] = [
+            self.replica(&two_workers()).await,
+            self.replica(&two_workers()).await,
+        ];
+        wait_for_peers(&a, 1).await;
+        wait_for_peers(&b, 1).await;
+        [a, b]
+    }
+
+    /// Like [`Self::two_replicas`], with one engine whose sessions the replicas open.
+    async fn two_replicas_of(&self, engine: &SessionEngine) -> [ApiSite; 2] {
+        let workers = [format!("- {{id: 1, endpoint: '{}'}}\n", engine.address)];
+        let [a, b] = [
+            self.replica_with_engine(&workers).await,
+            self.replica_with_engine(&workers).await,
+        ];
+        wait_for_peers(&a, 1).await;
+        wait_for_peers(&b, 1).await;
+        [a, b]
+    }
+
     async fn replica(&self, workers: &[String]) -> ApiSite {
         ApiSite::start(&self.settings(&json!({})), workers).await
     }
@@ -109,13 +132,17 @@ async fn wait_for_peers(site: &ApiSite, peers: usize) {
     .await;
 }
 
+/// Waits until a replica is connected to NATS, or not.
+async fn wait_connected(site: &ApiSite, is_connected: bool) {
+    let what = format!("connected: {is_connected}");
+    let agrees = |page: &Value| page["connected"] == is_connected;
+    site.until(&what, agrees, "debug/replicas").await;
+}
+
 #[tokio::test]
 async fn peer_bookings_count_from_start_to_end() {
     let nats = NatsServer::started();
-    let a = nats.replica(&two_workers()).await;
-    let b = nats.replica(&two_workers()).await;
-    wait_for_peers(&a, 1).await;
-    wait_for_peers(&b, 1).await;
+    let [a, b] = nats.two_replicas().await;
     let first = a.route(book("r", 0, 22)).await.unwrap().decode.unwrap();
     b.wait_load((22, 5, 1)).await;
     // The second request goes to the other worker, because replica b has received the
@@ -153,8 +180,7 @@ async fn peer_bookings_count_from_start_to_end() {
     b.wait_load((0, 0, 0)).await;
     c.wait_load((0, 0, 0)).await;
     for site in [a, b, c] {
-        site.stop();
-        site.wait_shutdown().await;
+        site.end().await;
     }
 }
 
@@ -166,10 +192,7 @@ async fn decode_worker(site: &ApiSite, request: pb::RouteRequest) -> Option<pb::
 #[tokio::test]
 async fn peer_routes_are_predicted_as_cached() {
     let nats = NatsServer::started();
-    let a = nats.replica(&two_workers()).await;
-    let b = nats.replica(&two_workers()).await;
-    wait_for_peers(&a, 1).await;
-    wait_for_peers(&b, 1).await;
+    let [a, b] = nats.two_replicas().await;
     let route_request = || pb::RouteRequest {
         book: None,
         ..book("", 0, 22)
@@ -188,9 +211,7 @@ async fn peer_routes_are_predicted_as_cached() {
     let there = decode_worker(&a, book("r", 0, 22)).await;
     assert!(a.free("r", 0).await);
     assert!(
-        warmroute_testbed::ports::until(crate::api::site::PATIENCE, async || expected().await
-            == 20)
-        .await,
+        until(PATIENCE, async || expected().await == 20).await,
         "five blocks of four tokens"
     );
     assert_eq!(
@@ -204,8 +225,7 @@ async fn peer_routes_are_predicted_as_cached() {
     b.wait_load((0, 0, 0)).await;
     assert_eq!(decode_worker(&b, route_request()).await, there);
     for site in [a, b] {
-        site.stop();
-        site.wait_shutdown().await;
+        site.end().await;
     }
 }
 
@@ -219,8 +239,7 @@ async fn killed_replica_expires_and_leaving_one_is_removed() {
     b.wait_load((22, 5, 1)).await;
     // Without NATS, each replica works alone.
     nats.kill();
-    b.until("alone", |page| page["connected"] == false, "debug/replicas")
-        .await;
+    wait_connected(&b, false).await;
     assert_eq!(
         b.route(book_unshared("own", 0, 9))
             .await
@@ -230,44 +249,25 @@ async fn killed_replica_expires_and_leaving_one_is_removed() {
         "the replica still routes requests"
     );
     b.wait_load((9, 2, 1)).await;
-    b.until(
-        "no peer",
-        |page| page["peers"] == json!([]),
-        "debug/replicas",
-    )
-    .await;
+    wait_for_peers(&b, 0).await;
     // After the restart of NATS, the replicas agree again.
     nats.start();
     wait_for_peers(&b, 1).await;
     // Replica a may not have noticed the outage. Then it detects the gap later.
     let agree = async || a.load().await.2 == 2;
-    assert!(
-        warmroute_testbed::ports::until(crate::api::site::PATIENCE, agree).await,
-        "{:?}",
-        a.load().await
-    );
+    assert!(until(PATIENCE, agree).await, "{:?}", a.load().await);
     b.wait_load(a.load().await).await;
     // Replica a shuts down regularly.
-    a.stop();
-    a.wait_shutdown().await;
-    b.until(
-        "a has left",
-        |page| page["peers"] == json!([]),
-        "debug/replicas",
-    )
-    .await;
+    a.end().await;
+    wait_for_peers(&b, 0).await;
     b.wait_load((9, 2, 1)).await;
-    b.stop();
-    b.wait_shutdown().await;
+    b.end().await;
 }
 
 #[tokio::test]
 async fn sessions_and_overload_marks_reach_all_replicas() {
     let nats = NatsServer::started();
-    let a = nats.replica(&two_workers()).await;
-    let b = nats.replica(&two_workers()).await;
-    wait_for_peers(&a, 1).await;
-    wait_for_peers(&b, 1).await;
+    let [a, b] = nats.two_replicas().await;
     let session = |id: &str| pb::Session {
         id: id.to_owned(),
         ..pb::Session::default()
@@ -288,8 +288,7 @@ async fn sessions_and_overload_marks_reach_all_replicas() {
         bound.iter().any(|(_, worker)| *worker != bound[0].1),
         "{bound:?}"
     );
-    let sessions = |page: &Value| page.as_str().unwrap().contains("\nwarmroute_sessions 6\n");
-    b.until("all sessions are known", sessions, "metrics").await;
+    b.wait_line("warmroute_sessions 6").await;
     for (of, worker) in &bound {
         let there = decode_worker(&b, route_request(&format!("b{of}"), of)).await;
         assert_eq!(there, *worker, "{of}");
@@ -312,10 +311,9 @@ async fn sessions_and_overload_marks_reach_all_replicas() {
         }
         chosen.iter().all(|worker| *worker != full)
     };
-    assert!(warmroute_testbed::ports::until(crate::api::site::PATIENCE, left_alone).await);
+    assert!(until(PATIENCE, left_alone).await);
     for site in [a, b] {
-        site.stop();
-        site.wait_shutdown().await;
+        site.end().await;
     }
 }
 
@@ -323,11 +321,7 @@ async fn sessions_and_overload_marks_reach_all_replicas() {
 async fn engine_session_survives_departure_while_in_use() {
     let nats = NatsServer::started();
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let workers = [format!("- {{id: 1, endpoint: '{}'}}\n", engine.address)];
-    let a = nats.replica_with_engine(&workers).await;
-    let b = nats.replica_with_engine(&workers).await;
-    wait_for_peers(&a, 1).await;
-    wait_for_peers(&b, 1).await;
+    let [a, b] = nats.two_replicas_of(&engine).await;
     let session = pb::Session {
         id: "s".to_owned(),
         ..pb::Session::default()
@@ -338,12 +332,10 @@ async fn engine_session_survives_departure_while_in_use() {
     };
     a.route(route_request("first")).await.unwrap();
     assert_eq!(engine.received_calls(1).await, [open("s")]);
-    let known = |page: &Value| page.as_str().unwrap().contains("\nwarmroute_sessions 1\n");
-    b.until("the session is known", known, "metrics").await;
+    b.wait_line("warmroute_sessions 1").await;
     b.route(route_request("second")).await.unwrap();
     assert!(a.free("first", 0).await);
-    a.stop();
-    a.wait_shutdown().await;
+    a.end().await;
     // The engine rejects the second open call because the session is still open. If it had been
     // closed, the call would have opened it again.
     assert_eq!(engine.received_calls(2).await, [open("s"), open("s")]);
@@ -357,8 +349,7 @@ async fn engine_session_survives_departure_while_in_use() {
     // This replica is the only one that can close the session.
     b.route(route_request("third")).await.unwrap();
     engine.received_calls(4).await;
-    b.stop();
-    b.wait_shutdown().await;
+    b.end().await;
     assert_eq!(engine.calls()[3..], [open("s"), close("s")]);
 }
 
@@ -366,11 +357,7 @@ async fn engine_session_survives_departure_while_in_use() {
 async fn last_replica_closes_its_sessions() {
     let nats = NatsServer::started();
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let workers = [format!("- {{id: 1, endpoint: '{}'}}\n", engine.address)];
-    let a = nats.replica_with_engine(&workers).await;
-    let b = nats.replica_with_engine(&workers).await;
-    wait_for_peers(&a, 1).await;
-    wait_for_peers(&b, 1).await;
+    let [a, b] = nats.two_replicas_of(&engine).await;
     for (site, id) in [(&a, "of a"), (&b, "of b")] {
         let session = Some(pb::Session {
             id: id.to_owned(),
@@ -386,8 +373,8 @@ async fn last_replica_closes_its_sessions() {
     engine.received_calls(2).await;
     a.stop();
     b.stop();
-    a.wait_shutdown().await;
-    b.wait_shutdown().await;
+    a.end().await;
+    b.end().await;
     assert!(
         engine.state.borrow().open.is_empty(),
         "{:?}",
@@ -405,8 +392,7 @@ async fn replica_is_ready_without_nats_and_joins_later() {
         nats.settings(&json!({"nats": {"user": "router", "password_file": file}, "name": "first"}));
     let a = ApiSite::start(&own, &two_workers()).await;
     a.route(book("r", 0, 22)).await.unwrap();
-    a.until("alone", |page| page["connected"] == false, "debug/replicas")
-        .await;
+    wait_connected(&a, false).await;
     // The password file is read again after a rejected login.
     nats.start();
     assert!(
@@ -415,19 +401,9 @@ async fn replica_is_ready_without_nats_and_joins_later() {
             .contains("authentication error"))
         .await
     );
-    a.until(
-        "still alone",
-        |page| page["connected"] == false,
-        "debug/replicas",
-    )
-    .await;
+    wait_connected(&a, false).await;
     std::fs::write(&file, "s3cret\n").unwrap();
-    a.until(
-        "connected",
-        |page| page["connected"] == true,
-        "debug/replicas",
-    )
-    .await;
+    wait_connected(&a, true).await;
     let b = ApiSite::start(&own, &two_workers()).await;
     b.wait_load((22, 5, 1)).await;
     let named = |page: &Value| page["peers"][0]["name"] == "first";
@@ -438,8 +414,7 @@ async fn replica_is_ready_without_nats_and_joins_later() {
     let c = ApiSite::start(&other, &two_workers()).await;
     assert_eq!(c.load().await, (0, 0, 0));
     for site in [a, b, c] {
-        site.stop();
-        site.wait_shutdown().await;
+        site.end().await;
     }
 }
 

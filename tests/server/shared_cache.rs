@@ -1,7 +1,6 @@
 //! Shared cache of all workers, from the configuration to the choice: an HTTP server with the
 //! documented protocol, and a started warmroute that queries it.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 
 use axum::extract::State;
@@ -9,21 +8,19 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::post;
 use axum::{Json, Router as Routes};
-use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
 use parking_lot::Mutex;
 use proto::external_processor_client::ExternalProcessorClient;
-use proto::processing_request::Request as Message;
 use proto::processing_response::Response as Reply;
 use serde_json::{Value, json};
-use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
-use warmroute_server::config::Config;
 use warmroute_server::proto::router as pb;
 use warmroute_server::proto::router::router_client::RouterClient;
 
-use crate::start_app;
+use crate::api::site::{attempt, rank, token_range};
+use crate::site::ServerSite;
+use crate::support::ext_proc;
+use crate::support::local_server::LocalServer;
 
 /// Received queries, and the response. `None` means status 500.
 #[derive(Default)]
@@ -44,51 +41,45 @@ async fn lookup(State(cache): State<Arc<CacheServer>>, Json(query): Json<Value>)
 struct SharedCacheBed {
     cache: Arc<CacheServer>,
     router: RouterClient<Channel>,
-    ext_proc: ExternalProcessorClient<Channel>,
-    admin: SocketAddr,
-    stop: CancellationToken,
-    running: JoinHandle<anyhow::Result<()>>,
+    server: ServerSite,
+    _cache_server: LocalServer,
 }
 
 impl SharedCacheBed {
     async fn start() -> Self {
         let cache = Arc::new(CacheServer::default());
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}/lookup", listener.local_addr().unwrap());
         let routes = Routes::new()
             .route("/lookup", post(lookup))
             .with_state(cache.clone());
-        tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
-        let text = format!(
-            "listeners: {{ext_proc: {{address: '127.0.0.1:0'}}, admin: {{address: '127.0.0.1:0'}}, api: {{address: '127.0.0.1:0'}}}}\n\
-             models: [{{name: m, block_size: 4}}]\nprocess: {{drain: {{grace_period: 0s}}}}\n\
-             workers: {{list: [{{id: 1, endpoint: '10.0.0.1:8000'}}, {{id: 2, endpoint: '10.0.0.2:8000'}}]}}\n\
-             requests: {{clients: {{trusted: true}}, limits: {{decision_timeout: 10s}}}}\n\
-             index: {{shared_cache: {{url: '{url}', timeout: 5s}}}}\n\
-             routing: {{weights: {{overlap_score_credit: 1, prefill_load_scale: 1, decode_active_request_weight: 0, \
-             shared_cache_multiplier: 1}}}}\n"
-        );
-        let app =
-            start_app(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap())
-                .await;
-        let api = app.api_address.unwrap();
-        let ext_proc = app.ext_proc_address.unwrap();
-        let admin = app.admin_address;
-        let stop = CancellationToken::new();
-        let running = tokio::spawn(app.run_until(stop.clone().cancelled_owned()));
+        let cache_server = LocalServer::start(routes).await;
+        let url = format!("http://{}/lookup", cache_server.address);
+        let config = json!({
+            "listeners": {"api": {"address": "127.0.0.1:0"}},
+            "models": [{"name": "m", "block_size": 4}],
+            "workers": {
+                "list": [{"id": 1, "endpoint": "10.0.0.1:8000"}, {"id": 2, "endpoint": "10.0.0.2:8000"}],
+            },
+            "requests": {"clients": {"trusted": true}, "limits": {"decision_timeout": "10s"}},
+            "index": {"shared_cache": {"url": url, "timeout": "5s"}},
+            "routing": {
+                "weights": {
+                    "overlap_score_credit": 1,
+                    "prefill_load_scale": 1,
+                    "decode_active_request_weight": 0,
+                    "shared_cache_multiplier": 1,
+                },
+            },
+        });
+        let server = ServerSite::start(&config, |_| ()).await;
+        let api = server.api.unwrap();
         let router = RouterClient::connect(format!("http://{api}"))
-            .await
-            .unwrap();
-        let ext_proc = ExternalProcessorClient::connect(format!("http://{ext_proc}"))
             .await
             .unwrap();
         Self {
             cache,
             router,
-            ext_proc,
-            admin,
-            stop,
-            running,
+            server,
+            _cache_server: cache_server,
         }
     }
 
@@ -98,14 +89,8 @@ impl SharedCacheBed {
 
     async fn book(&self, id: &str, worker: u64, query: pb::PromptQuery) {
         let request = pb::AddRequestRequest {
-            attempt: Some(pb::Attempt {
-                id: id.to_owned(),
-                number: 0,
-            }),
-            worker: Some(pb::WorkerRank {
-                worker_id: worker,
-                dp_rank: 0,
-            }),
+            attempt: attempt(id, 0),
+            worker: rank(worker),
             query: Some(query),
             ..pb::AddRequestRequest::default()
         };
@@ -113,18 +98,11 @@ impl SharedCacheBed {
     }
 
     async fn free(&self, id: &str) {
-        let attempt = Some(pb::Attempt {
-            id: id.to_owned(),
-            number: 0,
-        });
-        self.router
-            .clone()
-            .free(pb::FreeRequest {
-                attempt,
-                status: None,
-            })
-            .await
-            .unwrap();
+        let request = pb::FreeRequest {
+            attempt: attempt(id, 0),
+            status: None,
+        };
+        self.router.clone().free(request).await.unwrap();
     }
 
     async fn overlaps(&self, request: pb::OverlapScoresRequest) -> pb::OverlapScoresResponse {
@@ -140,37 +118,10 @@ impl SharedCacheBed {
     async fn worker_of(&self, tokens: std::ops::Range<u32>) -> u64 {
         let tokens: Vec<u32> = tokens.collect();
         let body = json!({ "model": "m", "prompt": "x", "nvext": { "token_data": tokens } });
-        let header = |(key, value): (&str, &str)| HeaderValue {
-            key: key.to_owned(),
-            raw_value: value.as_bytes().to_vec(),
-            ..HeaderValue::default()
-        };
-        let head = [(":method", "POST"), (":path", "/v1/completions")]
-            .map(header)
-            .to_vec();
-        let messages = [
-            Message::RequestHeaders(proto::HttpHeaders {
-                headers: Some(HeaderMap { headers: head }),
-                ..proto::HttpHeaders::default()
-            }),
-            Message::RequestBody(proto::HttpBody {
-                body: body.to_string().into_bytes(),
-                end_of_stream: true,
-                ..proto::HttpBody::default()
-            }),
-        ];
-        let request = |message| proto::ProcessingRequest {
-            request: Some(message),
-            ..proto::ProcessingRequest::default()
-        };
-        let messages = tokio_stream::iter(messages.map(request));
-        let mut replies = self
-            .ext_proc
-            .clone()
-            .process(messages)
-            .await
-            .unwrap()
-            .into_inner();
+        let messages = ext_proc::post("/v1/completions", &[], &body.to_string());
+        let mut client = ExternalProcessorClient::new(self.server.channel().await);
+        let replies = client.process(tokio_stream::iter(messages)).await;
+        let mut replies = replies.unwrap().into_inner();
         let mut worker = None;
         while let Some(reply) = replies.message().await.unwrap() {
             let response = match reply.response.unwrap() {
@@ -197,17 +148,7 @@ impl SharedCacheBed {
     }
 
     async fn metric(&self, line: &str) -> f64 {
-        let client = warmroute_runtime::tls::http_client_builder()
-            .build()
-            .unwrap();
-        let page = client
-            .get(format!("http://{}/metrics", self.admin))
-            .send()
-            .await
-            .unwrap()
-            .text()
-            .await
-            .unwrap();
+        let page = self.server.text("metrics").await;
         let mut found = page
             .lines()
             .filter_map(|found| found.strip_prefix(line)?.strip_prefix(' '));
@@ -217,27 +158,16 @@ impl SharedCacheBed {
     }
 
     async fn stop(self) {
-        drop((self.router, self.ext_proc));
-        self.stop.cancel();
-        self.running.await.unwrap().unwrap();
-    }
-}
-
-fn query(tokens: std::ops::Range<u32>) -> pb::PromptQuery {
-    let prompt = pb::prompt_query::Prompt::Tokens(pb::Tokens {
-        ids: tokens.collect(),
-    });
-    pb::PromptQuery {
-        prompt: Some(prompt),
-        ..pb::PromptQuery::default()
+        drop(self.router);
+        self.server.end().await;
     }
 }
 
 /// Makes worker 1 cache the prompt and run a small request.
 async fn warm(bed: &SharedCacheBed) {
-    bed.book("warm", 1, query(0..17)).await;
+    bed.book("warm", 1, token_range(0..17)).await;
     bed.free("warm").await;
-    bed.book("busy", 1, query(100..104)).await;
+    bed.book("busy", 1, token_range(100..104)).await;
 }
 
 #[tokio::test]
@@ -288,7 +218,7 @@ async fn shared_cache_query_contains_prompt_hashes() {
     warm(&bed).await;
     bed.holds(&[(2, 4), (0, 2)]);
     let request = pb::RouteRequest {
-        query: Some(query(0..17)),
+        query: Some(token_range(0..17)),
         ..pb::RouteRequest::default()
     };
     let response = bed
@@ -321,7 +251,7 @@ async fn overlap_scores_summarize_the_shared_cache() {
     let bed = SharedCacheBed::start().await;
     warm(&bed).await;
     let request = |include_shared| pb::OverlapScoresRequest {
-        query: Some(query(0..17)),
+        query: Some(token_range(0..17)),
         include_shared,
         ..pb::OverlapScoresRequest::default()
     };
@@ -377,7 +307,7 @@ async fn overrides_apply_to_scores() {
         })
     };
     let request = |overrides| pb::OverlapScoresRequest {
-        query: Some(query(0..17)),
+        query: Some(token_range(0..17)),
         overrides,
         ..pb::OverlapScoresRequest::default()
     };
@@ -410,7 +340,7 @@ async fn overrides_apply_to_loads_and_bookings() {
         })
     };
     let request = |overrides| pb::PotentialLoadsRequest {
-        query: Some(query(200..208)),
+        query: Some(token_range(200..208)),
         overrides,
     };
     let loads = async |overrides| {
@@ -430,15 +360,9 @@ async fn overrides_apply_to_loads_and_bookings() {
     assert_eq!(loads(None).await, [12, 8]);
     assert_eq!(loads(untracked()).await, [4, 0]);
     let request = pb::AddRequestRequest {
-        attempt: Some(pb::Attempt {
-            id: "r".to_owned(),
-            number: 0,
-        }),
-        worker: Some(pb::WorkerRank {
-            worker_id: 2,
-            dp_rank: 0,
-        }),
-        query: Some(query(200..208)),
+        attempt: attempt("r", 0),
+        worker: rank(2),
+        query: Some(token_range(200..208)),
         overrides: untracked(),
         ..pb::AddRequestRequest::default()
     };

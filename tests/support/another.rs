@@ -8,6 +8,7 @@ use warmroute_testbed::merge_config;
 use warmroute_testbed::ports::{FreePort, ReadyCheck, wait_ready};
 
 use crate::support::deployment::{PATIENCE, TestDeployment, programs};
+use crate::support::openmetrics::{self, OpenMetricsPage};
 
 /// An additional warmroute process for the workers of a deployment.
 pub(crate) struct SecondRouter {
@@ -71,15 +72,15 @@ impl SecondRouter {
 
     /// Returns a page below `/debug/`.
     pub(crate) async fn page(&self, name: &str) -> Value {
-        let page = self
-            .http
-            .get(self.url(&format!("/debug/{name}")))
-            .send()
-            .await
-            .unwrap();
-        page.json()
-            .await
-            .unwrap_or_else(|error| panic!("{error}\n{}", self.child.log_tail()))
+        let page = self.http.get(self.url(&format!("/debug/{name}")));
+        let page = page.send().await.unwrap().json().await;
+        page.unwrap_or_else(|error| panic!("{error}\n{}", self.child.log_tail()))
+    }
+
+    pub(crate) async fn metrics(&self) -> OpenMetricsPage {
+        let page = self.http.get(self.url("/metrics"));
+        let page = page.header("accept", openmetrics::ACCEPT).send().await;
+        OpenMetricsPage::read(&page.unwrap().text().await.unwrap())
     }
 
     /// Returns the shipped Envoy configuration with the socket of this process.

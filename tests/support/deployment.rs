@@ -1,10 +1,12 @@
 //! A deployment in its own directory, with helpers that query its state.
 
+use std::net::SocketAddr;
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::time::Duration;
 
-use reqwest::{Response, StatusCode};
+use reqwest::header::HeaderMap;
+use reqwest::{RequestBuilder, Response, StatusCode};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use warmroute_testbed::deployment::{
@@ -57,18 +59,25 @@ pub(crate) fn programs() -> ProgramCommands {
 impl TestDeployment {
     /// Starts engines, warmroute and Envoy, with response headers for each decision.
     pub(crate) async fn start(specs: &[EngineSpec]) -> Self {
+        Self::start_with(specs, json!({}), str::to_owned).await
+    }
+
+    /// Like [`Self::start`], with `more` merged into the configuration of warmroute, and a changed
+    /// Envoy configuration.
+    pub(crate) async fn start_with(
+        specs: &[EngineSpec],
+        more: Value,
+        envoy: impl FnOnce(&str) -> String,
+    ) -> Self {
         let mut deployment = Self::engines(specs).await;
         deployment.write_workers().unwrap();
-        deployment.serve().await;
+        deployment.serve(more, envoy).await;
         deployment
     }
 
     /// Starts engines only.
     pub(crate) async fn engines(specs: &[EngineSpec]) -> Self {
-        let dir = tempfile::Builder::new()
-            .prefix("warmroute-")
-            .tempdir()
-            .unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let stack = LocalDeployment::start_engines(&programs(), specs, dir.path())
             .await
             .unwrap();
@@ -83,10 +92,11 @@ impl TestDeployment {
         }
     }
 
-    /// Starts warmroute with the existing workers file, and Envoy with the shipped configuration.
-    pub(crate) async fn serve(&mut self) {
-        let envoy = self.envoy_config();
-        self.start_router(&with_response_headers(json!({})))
+    /// Starts warmroute with the existing workers file, and Envoy with a change of the shipped
+    /// configuration.
+    pub(crate) async fn serve(&mut self, more: Value, envoy: impl FnOnce(&str) -> String) {
+        let envoy = envoy(&self.envoy_config());
+        self.start_router(&with_response_headers(more))
             .await
             .unwrap();
         self.start_envoy(&envoy).await.unwrap();
@@ -100,25 +110,62 @@ impl TestDeployment {
         shipped.replace(" message_timeout: 1s", " message_timeout: 30s")
     }
 
-    pub(crate) async fn post(&self, path: &str, body: &Value) -> Response {
-        self.http
-            .post(self.url(path))
-            .json(body)
-            .send()
+    /// Restarts an engine.
+    pub(crate) async fn restart_engine(&mut self, at: usize) {
+        let run_dir = self.run_dir.clone();
+        self.engines[at]
+            .restart(&programs(), &run_dir)
             .await
-            .unwrap()
+            .unwrap();
+    }
+
+    /// Returns the addresses of the engines.
+    pub(crate) fn addresses(&self) -> Vec<SocketAddr> {
+        self.engines.iter().map(|engine| engine.address).collect()
+    }
+
+    /// Makes an engine misbehave.
+    pub(crate) async fn misbehave(&self, id: u64, how: Value) {
+        let mut engines = self.engines.iter();
+        let engine = engines.find(|engine| engine.spec.id == id).unwrap();
+        let request = self.http.post(engine.url("/sim/misbehave")).json(&how);
+        assert!(request.send().await.unwrap().status().is_success());
+    }
+
+    /// Returns a request with a JSON body to Envoy.
+    pub(crate) fn request(&self, path: &str, body: &Value) -> RequestBuilder {
+        self.http.post(self.url(path)).json(body)
+    }
+
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> RoutedAnswer {
+        RoutedAnswer::of(self.request(path, body)).await
     }
 
     /// Sends a chat with one question, which is cheap for the engine.
-    pub(crate) async fn ask(&self, question: &str) -> ChatAnswer {
-        ChatAnswer::read(self.post("/v1/chat/completions", &chat(question)).await).await
+    pub(crate) async fn ask(&self, question: &str) -> RoutedAnswer {
+        self.post("/v1/chat/completions", &chat(question)).await
     }
 
     /// Sends a completion. Completions need not share a first block, unlike chats with a common
     /// template.
-    pub(crate) async fn complete(&self, prompt: &str) -> ChatAnswer {
+    pub(crate) async fn complete(&self, prompt: &str) -> RoutedAnswer {
         let body = json!({"model": MODEL, "prompt": prompt, "max_tokens": 2});
-        ChatAnswer::read(self.post("/v1/completions", &body).await).await
+        self.post("/v1/completions", &body).await
+    }
+
+    /// Returns the text of a page.
+    pub(crate) async fn page(&self, url: impl reqwest::IntoUrl) -> String {
+        let response = self.http.get(url).send().await.unwrap();
+        response.text().await.unwrap()
+    }
+
+    /// Returns a counter or gauge of Envoy, or 0 before its first increment.
+    pub(crate) async fn envoy_stat(&self, name: &str) -> u64 {
+        let setup = self.envoy_setup();
+        let page = setup.admin_url(&format!("/stats?filter=^{name}$"));
+        let page = self.page(page).await;
+        let value = page.trim().strip_prefix(name);
+        value.map_or(0, |value| value.trim_start_matches(": ").parse().unwrap())
     }
 
     pub(crate) async fn metrics(&self) -> OpenMetricsPage {
@@ -131,6 +178,11 @@ impl TestDeployment {
         OpenMetricsPage::read(&response.text().await.unwrap())
     }
 
+    /// Returns the sum of the samples of a metric that have these labels.
+    pub(crate) async fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        self.metrics().await.sum(name, labels)
+    }
+
     /// Waits until the metrics page meets a condition.
     pub(crate) async fn wait_metrics(
         &self,
@@ -141,15 +193,41 @@ impl TestDeployment {
         assert!(met, "{what}:\n{}", self.metrics().await.text());
     }
 
+    /// Waits until the samples of a metric that have these labels have a sum.
+    pub(crate) async fn wait_metric(&self, name: &str, labels: &[(&str, &str)], wanted: f64) {
+        let what = format!("{name} {labels:?} is not {wanted}");
+        self.wait_metrics(&what, |page| page.sum(name, labels) == wanted)
+            .await;
+    }
+
+    /// Returns a field of `/debug/load`, summed over the ranks of a worker.
+    pub(crate) async fn load(&self, id: u64, of: &str) -> u64 {
+        let id = json!(id.to_string());
+        self.sum_load(of, |rank| rank["rank"]["worker"] == id).await
+    }
+
+    /// Returns a field of `/debug/load`, summed over all ranks.
+    pub(crate) async fn total_load(&self, of: &str) -> u64 {
+        self.sum_load(of, |_| true).await
+    }
+
+    async fn sum_load(&self, of: &str, is_counted: impl Fn(&Value) -> bool) -> u64 {
+        let page = self.debug_page("load").await.unwrap();
+        let ranks = page.as_array().unwrap().iter();
+        ranks
+            .filter(|rank| is_counted(rank))
+            .map(|rank| {
+                rank[of]
+                    .as_u64()
+                    .unwrap_or_else(|| panic!("no {of} in {page}"))
+            })
+            .sum()
+    }
+
     /// Waits until no request is in flight and the index equals the caches of the engines.
     pub(crate) async fn settle(&self) {
         self.idle().await;
-        let agree = async || {
-            let indexed = self.debug_page("index").await.unwrap()["total"]["device"]
-                .as_u64()
-                .unwrap();
-            indexed == self.cached_blocks().await
-        };
+        let agree = async || self.indexed_blocks().await == self.cached_blocks().await;
         assert!(
             until(PATIENCE, agree).await,
             "the index differs from the caches of the engines"
@@ -158,18 +236,18 @@ impl TestDeployment {
 
     /// Waits until no request is booked.
     pub(crate) async fn idle(&self) {
-        let idle = async || {
-            let load = self.debug_page("load").await.unwrap();
-            load.as_array()
-                .unwrap()
-                .iter()
-                .all(|rank| rank["active_requests"] == 0)
-        };
+        let is_idle = async || self.total_load("active_requests").await == 0;
         assert!(
-            until(PATIENCE, idle).await,
+            until(PATIENCE, is_idle).await,
             "load remains: {}",
             self.debug_page("load").await.unwrap()
         );
+    }
+
+    /// Returns the number of device blocks in the index.
+    pub(crate) async fn indexed_blocks(&self) -> u64 {
+        let index = self.debug_page("index").await.unwrap();
+        index["total"]["device"].as_u64().unwrap()
     }
 
     /// Returns the number of distinct device blocks in the caches of all running engines.
@@ -218,47 +296,99 @@ pub(crate) fn chat(question: &str) -> Value {
 
 /// Returns a few dozen words that share no prefix with other topics.
 pub(crate) fn essay(topic: usize) -> String {
+    format!("Number {topic}: {}", words(topic, 120))
+}
+
+/// Returns words that depend on the topic.
+pub(crate) fn words(topic: usize, count: usize) -> String {
     let words = [
         "river", "engine", "window", "copper", "letter", "garden", "signal", "winter", "harbour",
         "thread",
     ];
     let word = |at: usize| words[(at * 7 + topic * (at + 3)) % words.len()];
-    let body: Vec<&str> = (0..120).map(word).collect();
-    format!("Number {topic}: {}", body.join(" "))
+    (0..count).map(word).collect::<Vec<_>>().join(" ")
 }
 
-/// A response with its routing decision.
+/// Response that a client received, with its routing decision.
 #[derive(Clone, Debug)]
-pub(crate) struct ChatAnswer {
+pub(crate) struct RoutedAnswer {
     pub(crate) status: StatusCode,
-    headers: reqwest::header::HeaderMap,
-    pub(crate) body: Vec<u8>,
+    headers: HeaderMap,
+    pub(crate) text: String,
+    /// The response ended before it was complete.
+    pub(crate) cut: bool,
 }
 
-impl ChatAnswer {
-    pub(crate) async fn read(response: Response) -> Self {
+impl RoutedAnswer {
+    /// Sends a request. Asserts that the response is complete.
+    pub(crate) async fn of(request: RequestBuilder) -> Self {
+        let answer = Self::begun(request).await;
+        assert!(!answer.cut, "{answer:?}");
+        answer
+    }
+
+    /// Like [`Self::of`], for a response that may be incomplete.
+    pub(crate) async fn begun(request: RequestBuilder) -> Self {
+        Self::read(request.send().await.unwrap()).await
+    }
+
+    /// Reads a response up to its end or its first error.
+    pub(crate) async fn read(mut response: Response) -> Self {
         let status = response.status();
         let headers = response.headers().clone();
+        let mut body = Vec::new();
+        let cut = loop {
+            match response.chunk().await {
+                Ok(Some(chunk)) => body.extend_from_slice(&chunk),
+                end => break end.is_err(),
+            }
+        };
+        Self::of_parts(status, headers, body, cut)
+    }
+
+    pub(crate) fn of_parts(
+        status: StatusCode,
+        headers: HeaderMap,
+        body: Vec<u8>,
+        cut: bool,
+    ) -> Self {
         Self {
             status,
             headers,
-            body: response.bytes().await.unwrap().to_vec(),
+            text: String::from_utf8(body).unwrap(),
+            cut,
         }
     }
 
-    /// Returns a header, or an empty string.
+    /// Returns the value of a header, or an empty string.
     pub(crate) fn header(&self, name: &str) -> &str {
         self.headers
             .get(name)
             .map_or("", |value| value.to_str().unwrap())
     }
 
-    pub(crate) fn mode(&self) -> &str {
-        self.header("x-warmroute-mode")
+    /// Returns the worker that served the request.
+    pub(crate) fn engine(&self) -> u64 {
+        assert_eq!(self.status, StatusCode::OK, "{self:?}");
+        self.header("x-engine-id").parse().unwrap()
     }
 
-    pub(crate) fn engine(&self) -> &str {
-        self.header("x-engine-id")
+    /// Returns true if Envoy tried more than one worker.
+    pub(crate) fn is_retried(&self) -> bool {
+        let attempts = self.header("x-received-envoy-attempt-count");
+        assert!(!attempts.is_empty(), "{self:?}");
+        attempts != "1"
+    }
+
+    /// Returns the worker in the response header of warmroute.
+    pub(crate) fn chosen(&self) -> u64 {
+        self.header("x-worker-instance-id")
+            .parse()
+            .unwrap_or_else(|_| panic!("no worker was chosen: {self:?}"))
+    }
+
+    pub(crate) fn mode(&self) -> &str {
+        self.header("x-warmroute-mode")
     }
 
     pub(crate) fn predicted(&self) -> Option<u64> {
@@ -267,18 +397,19 @@ impl ChatAnswer {
             .ok()
     }
 
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
     /// Returns the JSON documents of the response: one for a unary response, one per event for a
     /// stream.
     pub(crate) fn documents(&self) -> Vec<Value> {
-        let text = String::from_utf8(self.body.clone()).unwrap();
         if !self.header("content-type").starts_with("text/event-stream") {
-            return vec![serde_json::from_str(&text).unwrap()];
+            return vec![self.json()];
         }
-        assert!(
-            text.ends_with("data: [DONE]\n\n"),
-            "truncated stream: {text}"
-        );
-        let events = text
+        assert!(self.text.ends_with("data: [DONE]\n\n"), "{self:?}");
+        let events = self
+            .text
             .lines()
             .filter_map(|line| line.strip_prefix("data: "))
             .filter(|event| *event != "[DONE]");
@@ -298,28 +429,43 @@ impl ChatAnswer {
 
     /// Asserts that the route is exact and that all headers agree on the worker.
     pub(crate) fn assert_exact(&self) {
-        assert_eq!(self.status, StatusCode::OK, "{self:?}");
-        assert_eq!(self.mode(), "exact", "{self:?}");
-        assert!(!self.engine().is_empty(), "{self:?}");
         assert_eq!(
-            self.engine(),
-            self.header("x-received-worker-instance-id"),
-            "worker id received by the engine: {self:?}"
-        );
-        assert_eq!(
-            self.engine(),
-            self.header("x-worker-instance-id"),
-            "worker id sent to the client: {self:?}"
-        );
-        assert_eq!(
-            self.header("x-received-dp-rank"),
-            self.header("x-dp-rank"),
+            (self.status.as_u16(), self.mode()),
+            (200, "exact"),
             "{self:?}"
         );
-        assert_eq!(
-            self.header("x-served-dp-rank"),
-            self.header("x-dp-rank"),
+        let served = self.header("x-engine-id");
+        assert!(!served.is_empty(), "{self:?}");
+        for name in ["x-received-worker-instance-id", "x-worker-instance-id"] {
+            assert_eq!(served, self.header(name), "{name}: {self:?}");
+        }
+        for name in ["x-received-dp-rank", "x-served-dp-rank"] {
+            assert_eq!(self.header(name), self.header("x-dp-rank"), "{self:?}");
+        }
+    }
+
+    /// Asserts an error in OpenAI's format. Returns its code and message.
+    pub(crate) fn error(&self, status: u16) -> (String, String) {
+        assert_eq!(self.status, status, "{self:?}");
+        assert_eq!(self.header("content-type"), "application/json", "{self:?}");
+        let error = &self.json()["error"];
+        let text = |key: &str| {
+            error[key]
+                .as_str()
+                .unwrap_or_else(|| panic!("no {key}: {self:?}"))
+                .to_owned()
+        };
+        assert!(
+            !text("type").is_empty() && error.get("param").is_some(),
             "{self:?}"
         );
+        (text("code"), text("message"))
+    }
+
+    /// Returns the value of `Retry-After` in seconds.
+    pub(crate) fn retry_after(&self) -> u64 {
+        self.header("retry-after")
+            .parse()
+            .unwrap_or_else(|_| panic!("no Retry-After: {self:?}"))
     }
 }

@@ -4,12 +4,9 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request as Message;
-use envoy_types::pb::envoy::service::ext_proc::v3::{
-    HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse,
-};
+use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
@@ -22,6 +19,8 @@ use tonic_health::pb::health_client::HealthClient;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::merge_config;
 use warmroute_testbed::ports::{FreePort, until};
+
+use crate::support::ext_proc;
 
 /// Timeout of waits, far longer than any step takes.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
@@ -59,11 +58,7 @@ impl WarmrouteProcess {
 
     /// Starts the process without waiting.
     pub(crate) fn spawn(more: &Value, args: &[&str]) -> Self {
-        let ports = [
-            FreePort::find().unwrap(),
-            FreePort::find().unwrap(),
-            FreePort::find().unwrap(),
-        ];
+        let ports = [(); 3].map(|()| FreePort::find().unwrap());
         let [grpc, health, admin] = ports.map(FreePort::release);
         let dir = tempfile::tempdir().unwrap();
         let mut config = json!({
@@ -182,17 +177,13 @@ impl WarmrouteProcess {
         port: u16,
         name: &str,
     ) -> Result<Option<ServingStatus>, Status> {
-        let channel = Endpoint::from_shared(format!("http://127.0.0.1:{port}"))
-            .unwrap()
-            .connect()
-            .await;
+        let endpoint = Endpoint::from_shared(format!("http://127.0.0.1:{port}")).unwrap();
+        let channel = endpoint.connect().await;
         let channel = channel.map_err(|error| Status::unavailable(error.to_string()))?;
-        match HealthClient::new(channel)
-            .check(HealthCheckRequest {
-                service: name.to_owned(),
-            })
-            .await
-        {
+        let request = HealthCheckRequest {
+            service: name.to_owned(),
+        };
+        match HealthClient::new(channel).check(request).await {
             Ok(answer) => Ok(Some(answer.into_inner().status())),
             Err(status) if status.code() == Code::NotFound => Ok(None),
             Err(status) => Err(status),
@@ -220,29 +211,10 @@ impl WarmrouteProcess {
 
     /// Opens an exchange for a completion of the model. Returns its route.
     pub(crate) async fn open(&self, channel: Channel, model: &str) -> (OpenExchange, String) {
-        let head = [
-            (":method", "POST"),
-            (":path", "/v1/completions"),
-            ("content-type", "application/json"),
-        ];
         let body = json!({"model": model, "prompt": "x"}).to_string();
         let (request_tx, request_rx) = mpsc::unbounded_channel();
-        let headers = HttpHeaders {
-            headers: Some(map(&head)),
-            ..HttpHeaders::default()
-        };
-        let body = HttpBody {
-            body: body.into_bytes(),
-            end_of_stream: true,
-            ..HttpBody::default()
-        };
-        for message in [Message::RequestHeaders(headers), Message::RequestBody(body)] {
-            request_tx
-                .send(ProcessingRequest {
-                    request: Some(message),
-                    ..ProcessingRequest::default()
-                })
-                .unwrap();
+        for message in ext_proc::post("/v1/completions", &[], &body) {
+            request_tx.send(message).unwrap();
         }
         let mut client = ExternalProcessorClient::new(channel);
         let mut answers = client
@@ -267,28 +239,8 @@ impl WarmrouteProcess {
 impl OpenExchange {
     /// Sends response headers and asserts a reply, which shows that the exchange is alive.
     pub(crate) async fn assert_reply(&mut self) {
-        let headers = HttpHeaders {
-            headers: Some(map(&[(":status", "200")])),
-            ..HttpHeaders::default()
-        };
-        let message = Message::ResponseHeaders(headers);
-        self.request_tx
-            .send(ProcessingRequest {
-                request: Some(message),
-                ..ProcessingRequest::default()
-            })
-            .unwrap();
+        let headers = Message::ResponseHeaders(ext_proc::headers(&[(":status", "200")]));
+        self.request_tx.send(ext_proc::message(headers)).unwrap();
         self.answers.message().await.unwrap().unwrap();
-    }
-}
-
-fn map(headers: &[(&str, &str)]) -> HeaderMap {
-    let value = |(key, value): &(&str, &str)| HeaderValue {
-        key: (*key).to_owned(),
-        raw_value: value.as_bytes().to_vec(),
-        ..HeaderValue::default()
-    };
-    HeaderMap {
-        headers: headers.iter().map(value).collect(),
     }
 }

@@ -178,6 +178,11 @@ fn remove(object: &mut Value, key: &str) -> Value {
         .expect("the key exists")
 }
 
+/// Removes a key of an object.
+fn without(object: &mut Value, key: &str) {
+    drop(remove(object, key));
+}
+
 /// Injects a fault. Returns the resulting problems and the text of their fixes.
 fn inject_fault(
     name: &str,

@@ -56,6 +56,14 @@ fn workers_of_pod_with(change: impl FnOnce(&mut Value)) -> (Vec<WorkerConfig>, V
     workers_of(&[pod("a", change)], &[8000], &mut HashSet::new())
 }
 
+fn dynamo_workers(
+    change: impl FnOnce(&mut Value),
+    ports: &[u16],
+) -> (Vec<WorkerConfig>, Vec<String>) {
+    let used = &mut HashSet::new();
+    workers_with_ids(&[pod("u", change)], ports, used, WorkerIdSource::Dynamo)
+}
+
 #[test]
 fn ready_pod_becomes_worker_with_topology() {
     let (workers, errors) = workers_of_pod_with(|pod| {
@@ -158,7 +166,8 @@ fn each_active_port_is_one_rank() {
     let two_active = |pod: &mut Value| {
         pod["metadata"]["annotations"] = json!({"llm-d.ai/active-ports": "8002, 8000"})
     };
-    let (workers, errors) = workers_of(&[pod("a", two_active)], &[8000, 8001, 8002], &mut used);
+    let ports = [8000, 8001, 8002];
+    let (workers, errors) = workers_of(&[pod("a", two_active)], &ports, &mut used);
     assert_eq!(
         (list(&workers), errors),
         (vec![(8000, 0), (8002, 2)], vec![])
@@ -167,14 +176,14 @@ fn each_active_port_is_one_rank() {
     let older = "inference.networking.k8s.io/active-ports";
     let old = |pod: &mut Value| pod["metadata"]["annotations"] = json!({older: "8001"});
     assert_eq!(
-        list(&workers_of(&[pod("a", old)], &[8000, 8001, 8002], &mut used).0),
+        list(&workers_of(&[pod("a", old)], &ports, &mut used).0),
         [(8001, 1)]
     );
     let both = |pod: &mut Value| {
         pod["metadata"]["annotations"] = json!({older: "8001", "llm-d.ai/active-ports": "8000"})
     };
     assert_eq!(
-        list(&workers_of(&[pod("a", both)], &[8000, 8001, 8002], &mut used).0),
+        list(&workers_of(&[pod("a", both)], &ports, &mut used).0),
         [(8000, 0)]
     );
     let wrong =
@@ -250,33 +259,14 @@ fn dynamo_ids_come_from_names_unless_labeled() {
     ] {
         assert_eq!(dynamo_id(name), WorkerId(id));
         let named = |pod: &mut Value| pod["metadata"]["name"] = json!(name);
-        let (workers, errors) = workers_with_ids(
-            &[pod("u", named)],
-            &[8000],
-            &mut HashSet::new(),
-            WorkerIdSource::Dynamo,
-        );
+        let (workers, errors) = dynamo_workers(named, &[8000]);
         assert_eq!((workers[0].id, errors), (WorkerId(id), vec![]));
     }
     let with_worker_id =
         |pod: &mut Value| pod["metadata"]["labels"]["warmroute.dev/worker-id"] = json!("7");
-    assert_eq!(
-        workers_with_ids(
-            &[pod("u", with_worker_id)],
-            &[8000],
-            &mut HashSet::new(),
-            WorkerIdSource::Dynamo
-        )
-        .0[0]
-            .id,
-        WorkerId(7)
-    );
-    let (workers, errors) = workers_with_ids(
-        &[pod("u", |_| {})],
-        &[8000, 8001],
-        &mut HashSet::new(),
-        WorkerIdSource::Dynamo,
-    );
+    let (workers, _) = dynamo_workers(with_worker_id, &[8000]);
+    assert_eq!(workers[0].id, WorkerId(7));
+    let (workers, errors) = dynamo_workers(|_| {}, &[8000, 8001]);
     assert!(
         workers.is_empty() && errors[0].contains("it has 2 ports"),
         "{errors:?}"

@@ -1,120 +1,12 @@
-//! Engine processes and requests to them.
+//! Engines that exchange KV blocks, and their responses.
 
-use std::ops::Range;
-use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use reqwest::{Response, StatusCode};
-use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt as _, BufReader};
-use tokio::process::{Child, ChildStdin, Command};
-use warmroute_testbed::programs::example_program;
+use serde_json::Value;
 
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+use crate::engine::{EngineProcess, PATIENCE};
 
-/// A running engine. It exits with the test, because its standard input closes.
-pub(crate) struct DisaggregatedEngine {
-    _child: Child,
-    _stdin: Option<ChildStdin>,
-    address: String,
-    pub(crate) replay: Option<String>,
-    http: reqwest::Client,
-}
-
-impl DisaggregatedEngine {
-    pub(crate) async fn start(flags: &[&str]) -> Self {
-        let mut child = Command::new(example_program("engine_sim").unwrap())
-            .args(["--exit-on-stdin-eof", "--bootstrap-port", "0"])
-            .args(if flags.contains(&"--listen") {
-                &[][..]
-            } else {
-                &["--listen", "127.0.0.1:0"]
-            })
-            .args(["--tokenizer", "examples/models/tinyllama/tokenizer.json.gz"])
-            .args(if flags.contains(&"--speed") {
-                &[][..]
-            } else {
-                &["--speed", "20"]
-            })
-            .args(flags)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .kill_on_drop(true)
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        let mut stdout = BufReader::new(child.stdout.take().unwrap());
-        tokio::time::timeout(PATIENCE, stdout.read_line(&mut line))
-            .await
-            .expect("the engine is not ready in time")
-            .unwrap();
-        let ready: Value = serde_json::from_str(&line).expect("the engine prints one line of JSON");
-        let text = |value: &Value| value.as_str().map(str::to_owned);
-        Self {
-            address: text(&ready["listening"]).unwrap(),
-            replay: text(&ready["kv_event_sources"][0]["replay_endpoint"]),
-            _stdin: child.stdin.take(),
-            _child: child,
-            http: warmroute_runtime::tls::http_client_builder()
-                .build()
-                .unwrap(),
-        }
-    }
-
-    pub(crate) async fn try_post(
-        &self,
-        path: &str,
-        body: &Value,
-        headers: &[(&str, &str)],
-    ) -> reqwest::Result<Response> {
-        let request = self
-            .http
-            .post(format!("http://{}{path}", self.address))
-            .json(body);
-        headers
-            .iter()
-            .fold(request, |request, (name, value)| {
-                request.header(*name, *value)
-            })
-            .send()
-            .await
-    }
-
-    /// Sends a request. Returns the status and the body, or panics after a timeout.
-    pub(crate) async fn post(&self, path: &str, body: &Value) -> (StatusCode, String) {
-        let answered = async {
-            let response = self.try_post(path, body, &[]).await.unwrap();
-            (response.status(), response.text().await.unwrap())
-        };
-        tokio::time::timeout(PATIENCE, answered)
-            .await
-            .expect("no response in time")
-    }
-
-    /// Sends a completion request.
-    pub(crate) async fn send(&self, body: &Value) -> (StatusCode, Value) {
-        let (status, text) = self.post("/v1/completions", body).await;
-        (status, serde_json::from_str(&text).unwrap())
-    }
-
-    /// Sends a completion request that must succeed.
-    pub(crate) async fn complete(&self, body: &Value) -> Value {
-        let (status, answer) = self.send(body).await;
-        assert_eq!(status, StatusCode::OK, "{answer}");
-        answer
-    }
-
-    pub(crate) async fn get(&self, path: &str) -> String {
-        self.http
-            .get(format!("http://{}{path}", self.address))
-            .send()
-            .await
-            .unwrap()
-            .text()
-            .await
-            .unwrap()
-    }
-
+impl EngineProcess {
     /// Returns the sum of a metric over the ranks. Names without a prefix are those of the
     /// simulator.
     pub(crate) async fn metric(&self, name: &str) -> f64 {
@@ -154,15 +46,11 @@ impl DisaggregatedEngine {
         }
     }
 
-    pub(crate) async fn state(&self) -> Value {
-        serde_json::from_str::<Value>(&self.get("/sim/state").await).unwrap()["ranks"][0].take()
-    }
-
     /// Waits until a number in the state of rank 0 has the expected value.
     pub(crate) async fn eventually(&self, pointer: &str, value: u64) {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            let state = self.state().await;
+            let state = self.state(0).await;
             if state.pointer(pointer).unwrap() == value {
                 return;
             }
@@ -173,10 +61,6 @@ impl DisaggregatedEngine {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
-}
-
-pub(crate) fn ids(range: Range<u32>, max_tokens: u32) -> Value {
-    json!({"model": "sim", "prompt": range.collect::<Vec<_>>(), "max_tokens": max_tokens})
 }
 
 /// Returns the body with additional fields.
@@ -190,12 +74,6 @@ pub(crate) fn with(body: &Value, fields: &Value) -> Value {
 
 pub(crate) fn text(answer: &Value) -> &str {
     answer["choices"][0]["text"].as_str().unwrap()
-}
-
-pub(crate) fn cached_tokens(answer: &Value) -> u64 {
-    answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        .as_u64()
-        .unwrap()
 }
 
 /// Returns the source of the KV blocks of a response.

@@ -2,22 +2,26 @@
 
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
-use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, ZmqMessage};
 
-use crate::disaggregation::bed::{
-    DisaggregatedEngine, PATIENCE, cached_tokens, ids, kv, stream_text, streamed_kv, text, with,
-};
+use crate::disaggregation::bed::{kv, stream_text, streamed_kv, text, with};
+use crate::engine::{EngineProcess, cached_tokens, ids};
 
-const NIXL: [&str; 2] = ["--kv-connector", "nixl"];
+const NIXL: [&str; 6] = [
+    "--kv-connector",
+    "nixl",
+    "--bootstrap-port",
+    "0",
+    "--tokenizer",
+    "examples/models/tinyllama/tokenizer.json.gz",
+];
 
-async fn engine(flags: &[&str]) -> DisaggregatedEngine {
-    DisaggregatedEngine::start(&[&NIXL, flags].concat()).await
+async fn engine(flags: &[&str]) -> EngineProcess {
+    EngineProcess::start(&[&NIXL, flags].concat()).await
 }
 
-async fn pair() -> (DisaggregatedEngine, DisaggregatedEngine) {
+async fn pair() -> (EngineProcess, EngineProcess) {
     tokio::join!(engine(&[]), engine(&["--kv-load-timeout", "300ms"]))
 }
 
@@ -31,7 +35,7 @@ fn prefill_of(body: &Value) -> Value {
     )
 }
 
-async fn prefill(engine: &DisaggregatedEngine, body: &Value) -> Value {
+async fn prefill(engine: &EngineProcess, body: &Value) -> Value {
     let mut answer = engine.complete(&prefill_of(body)).await;
     assert_eq!(answer["usage"]["completion_tokens"], 1);
     answer["kv_transfer_params"].take()
@@ -41,7 +45,7 @@ fn decode_of(body: &Value, params: &Value) -> Value {
     with(body, &json!({"kv_transfer_params": params}))
 }
 
-async fn wait_idle(engine: &DisaggregatedEngine) {
+async fn wait_idle(engine: &EngineProcess) {
     engine.eventually_metric("kv_leases", 0.0).await;
     engine.eventually("/blocks/used", 0).await;
 }
@@ -75,7 +79,7 @@ async fn transferred_prompt_responds_like_local_one() {
         assert_eq!(params["remote_prefill_cached_tokens"], lender_cached);
         prefiller.expect_metrics(&[("kv_leases", 1.0)]).await;
         assert_eq!(
-            prefiller.state().await["blocks"]["used"],
+            prefiller.state(0).await["blocks"]["used"],
             7,
             "blocks stay pinned until they are fetched"
         );
@@ -120,23 +124,23 @@ async fn decode_engine_streams_chats_with_unknown_fields() {
     let (prefiller, decoder) = pair().await;
     let ask = json!({"messages": [{"role": "user", "content": "Count to ten. ".repeat(20)}], "max_tokens": 6});
     let path = "/v1/chat/completions";
-    let (status, first) = prefiller.post(path, &prefill_of(&ask)).await;
-    assert_eq!(status, StatusCode::OK);
-    let mut params = serde_json::from_str::<Value>(&first).unwrap()["kv_transfer_params"].take();
+    let first = prefiller.post(path, &prefill_of(&ask)).await;
+    assert_eq!(first.status(), StatusCode::OK);
+    let mut params = first.json::<Value>().await.unwrap()["kv_transfer_params"].take();
     params["of_a_later_version"] = json!({"x": [1, 2]});
-    let (status, decoded) = decoder.post(path, &decode_of(&ask, &params)).await;
-    assert_eq!(status, StatusCode::OK, "{decoded}");
-    let (_, alone) = prefiller.post(path, &ask).await;
-    let [decoded, alone] =
-        [decoded, alone].map(|text| serde_json::from_str::<Value>(&text).unwrap());
+    let decoded = decoder.post(path, &decode_of(&ask, &params)).await;
+    assert_eq!(decoded.status(), StatusCode::OK);
+    let decoded: Value = decoded.json().await.unwrap();
+    let alone = prefiller.post_json(path, &ask).await;
     assert_eq!(decoded["choices"], alone["choices"]);
 
     let ask = with(&ids(0..50, 6), &json!({"stream": true}));
     let params = prefill(&prefiller, &ask).await;
-    let (status, stream) = decoder
+    let stream = decoder
         .post("/v1/completions", &decode_of(&ask, &params))
         .await;
-    assert_eq!(status, StatusCode::OK);
+    assert_eq!(stream.status(), StatusCode::OK);
+    let stream = stream.text().await.unwrap();
     let alone = prefiller.complete(&ids(0..50, 6)).await;
     assert_eq!(
         stream_text(&stream),
@@ -155,22 +159,8 @@ async fn fetched_blocks_are_published_as_stored() {
     let ask = ids(0..64, 1);
     let params = prefill(&prefiller, &ask).await;
     decoder.complete(&decode_of(&ask, &params)).await;
-    let mut socket = DealerSocket::new();
-    socket
-        .connect(decoder.replay.as_ref().unwrap())
-        .await
-        .unwrap();
-    let request = vec![Bytes::new(), Bytes::copy_from_slice(&0_u64.to_be_bytes())];
-    socket
-        .send(ZmqMessage::try_from(request).unwrap())
-        .await
-        .unwrap();
-    let batch = tokio::time::timeout(PATIENCE, socket.recv())
-        .await
-        .unwrap()
-        .unwrap()
-        .into_vec();
-    let batch: Value = rmp_serde::from_slice(batch.last().unwrap()).unwrap();
+    let batches = crate::engine::replay(&decoder.sources[0]["replay_endpoint"], 0).await;
+    let batch: Value = rmp_serde::from_slice(&batches[0][2]).unwrap();
     let events = batch[1].as_array().unwrap();
     assert_eq!(events.len(), 1, "{batch}");
     assert_eq!(

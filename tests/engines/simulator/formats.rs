@@ -5,7 +5,7 @@ use super::*;
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn repeated_prompt_hits_cache_and_names_engine() {
-    let engine = SimulatorProcess::start(&[]).await;
+    let engine = simulator(&[]).await;
     let ask = json!({"model": "sim", "max_tokens": 4, "return_token_ids": true, "messages": [
         {"role": "system", "content": "Weigh every word. ".repeat(40)}, {"role": "user", "content": "What is 2+2?"}]});
     let mut answers = Vec::new();
@@ -60,15 +60,10 @@ fn stream_chunks(stream: &str) -> Vec<Value> {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn stream_matches_document_and_ends_with_usage() {
-    let engine = SimulatorProcess::start(&[]).await;
+    let engine = simulator(&[]).await;
     let mut ask = json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5});
     engine.post("/v1/chat/completions", ask.clone()).await;
-    let document: Value = engine
-        .post("/v1/chat/completions", ask.clone())
-        .await
-        .json()
-        .await
-        .unwrap();
+    let document = engine.post_json("/v1/chat/completions", ask.clone()).await;
     assert_eq!(cached_tokens(&document), 16);
     for include_usage in [true, false] {
         ask["stream"] = json!(true);
@@ -115,7 +110,7 @@ async fn stream_matches_document_and_ends_with_usage() {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn completions_accept_all_valid_prompt_formats() {
-    let engine = SimulatorProcess::start(&["--num-blocks", "8", "--lora", "lora-x"]).await;
+    let engine = simulator(&["--num-blocks", "8", "--lora", "lora-x"]).await;
     let both = engine
         .complete(json!({"prompt": ["one", "two"], "n": 2, "max_tokens": 2}))
         .await;
@@ -160,23 +155,25 @@ async fn completions_accept_all_valid_prompt_formats() {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn token_endpoints_match_vllm_formats() {
-    let engine = SimulatorProcess::with_events(&["--model", "m"]).await;
+    let engine = with_events(&["--model", "m"]).await;
     let chat = json!({"model": "m", "max_tokens": 1, "cache_salt": "s", "return_token_ids": true,
         "messages": [{"role": "user", "content": "Hello, what is new?"}]});
-    let answer: Value = post_json(&engine, "/v1/chat/completions", chat.clone()).await;
+    let answer = engine.post_json("/v1/chat/completions", chat.clone()).await;
     let tokens = answer["prompt_token_ids"].clone();
-    let tokenized: Value = post_json(&engine, "/tokenize", chat.clone()).await;
+    let tokenized = engine.post_json("/tokenize", chat.clone()).await;
     assert_eq!(
         (&tokenized["tokens"], tokenized["count"].as_u64()),
         (&tokens, Some(tokens.as_array().unwrap().len() as u64))
     );
-    let rendered: Value = post_json(&engine, "/v1/chat/completions/render", chat.clone()).await;
+    let rendered = engine
+        .post_json("/v1/chat/completions/render", chat.clone())
+        .await;
     assert_eq!(
         (&rendered["token_ids"], &rendered["cache_salt"]),
         (&tokens, &json!("s"))
     );
     let body = json!({"prompt": ["one", "two three"], "truncate_prompt_tokens": 1});
-    let lists: Value = post_json(&engine, "/v1/completions/render", body).await;
+    let lists = engine.post_json("/v1/completions/render", body).await;
     assert_eq!(
         lists
             .as_array()
@@ -186,12 +183,12 @@ async fn token_endpoints_match_vllm_formats() {
             .max(),
         Some(1)
     );
-    let tokenized: Value = post_json(
-        &engine,
-        "/tokenize",
-        json!({"prompt": "two three", "truncate_prompt_tokens": 1}),
-    )
-    .await;
+    let tokenized = engine
+        .post_json(
+            "/tokenize",
+            json!({"prompt": "two three", "truncate_prompt_tokens": 1}),
+        )
+        .await;
     assert_eq!(tokenized["count"], 2, "/tokenize ignores truncation");
     for (path, body) in [
         ("/tokenize", json!([])),
@@ -206,14 +203,10 @@ async fn token_endpoints_match_vllm_formats() {
     }
 }
 
-async fn post_json(engine: &SimulatorProcess, path: &str, body: Value) -> Value {
-    engine.post(path, body).await.json().await.unwrap()
-}
-
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn event_sources_match_vllm_format() {
-    let engine = SimulatorProcess::with_events(&["--model", "m"]).await;
+    let engine = with_events(&["--model", "m"]).await;
     let sources: Value = serde_json::from_str(&engine.get("/kv_event_sources").await).unwrap();
     let port = engine.sources[0]["endpoint"]
         .as_str()
@@ -236,8 +229,7 @@ async fn disabled_features_are_missing() {
         "--no-tokenize",
         "--no-kv-event-sources",
     ];
-    let engine =
-        SimulatorProcess::with_events(&[&off[..], &["--api-key", "secret"]].concat()).await;
+    let engine = with_events(&[&off[..], &["--api-key", "secret"]].concat()).await;
     let body = ids(0..100, 2);
     let status = async |path: &str, token: &str| {
         engine
@@ -308,15 +300,10 @@ fn types(events: &[Value]) -> Vec<&str> {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn responses_stream_has_event_order_of_vllm() {
-    let engine = SimulatorProcess::start(&[]).await;
+    let engine = simulator(&[]).await;
     let mut ask = json!({"model": "sim", "max_output_tokens": 2, "instructions": "Weigh every word. ".repeat(40),
         "input": [{"role": "user", "content": "What is 2+2?"}]});
-    let whole: Value = engine
-        .post("/v1/responses", ask.clone())
-        .await
-        .json()
-        .await
-        .unwrap();
+    let whole = engine.post_json("/v1/responses", ask.clone()).await;
     assert_eq!(
         (&whole["status"], &whole["usage"]["output_tokens"]),
         (&json!("incomplete"), &json!(2))
@@ -362,15 +349,10 @@ async fn responses_stream_has_event_order_of_vllm() {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn messages_stream_has_event_order_of_vllm() {
-    let engine = SimulatorProcess::start(&[]).await;
+    let engine = simulator(&[]).await;
     let mut ask = json!({"model": "sim", "max_tokens": 2, "system": "Be brief.",
         "messages": [{"role": "user", "content": "What is 2+2?"}]});
-    let whole: Value = engine
-        .post("/v1/messages", ask.clone())
-        .await
-        .json()
-        .await
-        .unwrap();
+    let whole = engine.post_json("/v1/messages", ask.clone()).await;
     assert_eq!(
         (&whole["type"], &whole["stop_reason"]),
         (&json!("message"), &json!("max_tokens"))
@@ -402,7 +384,9 @@ async fn messages_stream_has_event_order_of_vllm() {
         events[5]["usage"],
         json!({"input_tokens": input, "output_tokens": 2})
     );
-    engine.misbehave(json!({"early_stream_events": true})).await;
+    let patch = json!({"early_stream_events": true});
+    let patched = engine.post("/sim/misbehave", patch).await;
+    assert_eq!(patched.status(), StatusCode::OK);
     let text = engine.post("/v1/messages", ask).await.text().await.unwrap();
     let early: Vec<_> = [order[0], "ping"]
         .into_iter()

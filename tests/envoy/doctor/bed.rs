@@ -74,10 +74,7 @@ fn pair() -> u16 {
 impl DoctorBed {
     pub(crate) async fn start(plan: EnginePlan) -> Self {
         let binary = example_program("engine_sim").unwrap();
-        let dir = tempfile::Builder::new()
-            .prefix("doctor-")
-            .tempdir()
-            .unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let events = pair();
         let replay = pair();
         let http = FreePort::find().unwrap().release();

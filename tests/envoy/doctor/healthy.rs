@@ -12,10 +12,7 @@ use crate::support::deployment::programs;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn healthy_deployment_has_no_problems() {
-    let dir = tempfile::Builder::new()
-        .prefix("warmroute-")
-        .tempdir()
-        .unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let specs: Vec<_> = (1..=2).map(EngineSpec::new).collect();
     // Fewer connections, so that the usual limit of open files suffices.
     let more = json!({"listeners": {"limits": {"max_connections": 256}}});
@@ -79,11 +76,7 @@ async fn low_open_file_limit_is_found() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn socket_of_running_warmroute_is_skipped() {
-    let bed = DoctorBed::start(EnginePlan {
-        connects: true,
-        ..EnginePlan::default()
-    })
-    .await;
+    let bed = DoctorBed::start(EnginePlan::connecting()).await;
     let mut config = bed.config();
     config["workers"]["list"][0]["kv_events"]["attach"] = json!("bind");
     let admin = FreePort::find().unwrap().release();

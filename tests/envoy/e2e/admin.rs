@@ -12,20 +12,18 @@ use warmroute_testbed::deployment::MODEL;
 use warmroute_testbed::ports::until;
 
 use crate::e2e::strict::{self, PageFormat};
+use crate::faults::bed::assert_exits;
+use crate::routing::bed::stream;
 use crate::support::deployment::{
-    ChatAnswer, PATIENCE, TestDeployment, chat, essay, fast, programs, with_response_headers,
+    PATIENCE, RoutedAnswer, TestDeployment, essay, fast, with_response_headers,
 };
 use crate::support::openmetrics::{ACCEPT, OpenMetricsPage};
 
 const SERVICES: [&str; 2] = ["", "envoy.service.ext_proc.v3.ExternalProcessor"];
 
 async fn readiness(deployment: &TestDeployment) -> Option<(StatusCode, Value)> {
-    let response = deployment
-        .http
-        .get(deployment.admin_url("/readyz"))
-        .send()
-        .await
-        .ok()?;
+    let request = deployment.http.get(deployment.admin_url("/readyz"));
+    let response = request.send().await.ok()?;
     let status = response.status();
     Some((status, response.json().await.ok()?))
 }
@@ -62,22 +60,13 @@ async fn readiness_lists_pending_steps() {
         .unwrap();
 
     assert_pending(&deployment, &json!(["initial workers: at least 1"])).await;
-    let alive = deployment
-        .http
-        .get(deployment.admin_url("/healthz"))
-        .send()
-        .await
-        .unwrap();
-    assert_eq!(alive.status(), StatusCode::OK, "alive before it is ready");
+    let alive = RoutedAnswer::of(deployment.http.get(deployment.admin_url("/healthz"))).await;
+    assert_eq!(alive.status, StatusCode::OK, "alive before it is ready");
 
     deployment.write_workers().unwrap();
     assert_pending(&deployment, &json!(["event source of worker rank 5/0"])).await;
 
-    let run_dir = deployment.run_dir.clone();
-    deployment.engines[0]
-        .restart(&programs(), &run_dir)
-        .await
-        .unwrap();
+    deployment.restart_engine(0).await;
     let ready = until(PATIENCE, async || {
         readiness(&deployment).await
             == Some((StatusCode::OK, json!({"ready": true, "pending": []})))
@@ -181,29 +170,13 @@ fn family(line: &str) -> Option<(String, &'static str)> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn metrics_page_is_valid_and_shows_traffic() {
-    let mut deployment = TestDeployment::engines(&[fast(1), fast(2)]).await;
-    deployment.write_workers().unwrap();
     // Engines report usage at the end of a response body. By default only the start is observed.
-    deployment
-        .start_router(&with_response_headers(
-            json!({"gateway": {"observe": "usage"}}),
-        ))
-        .await
-        .unwrap();
-    let envoy = deployment.envoy_config();
-    deployment.start_envoy(&envoy).await.unwrap();
-    let streaming = |question: &str| {
-        let mut body = chat(question);
-        body["stream"] = json!(true);
-        body["stream_options"] = json!({"include_usage": true});
-        body
-    };
+    let more = json!({"gateway": {"observe": "usage"}});
+    let deployment = TestDeployment::start_with(&[fast(1), fast(2)], more, str::to_owned).await;
     for round in 0..2 {
         for topic in 0..6 {
-            let response = deployment
-                .post("/v1/chat/completions", &streaming(&essay(topic)))
-                .await;
-            let answered = ChatAnswer::read(response).await;
+            let body = stream(&essay(topic), 2);
+            let answered = deployment.post("/v1/chat/completions", &body).await;
             answered.assert_exact();
             if round == 1 {
                 assert!(answered.cached_tokens() > 0, "{answered:?}");
@@ -218,19 +191,14 @@ async fn metrics_page_is_valid_and_shows_traffic() {
 
     check_formats(&deployment).await;
 
-    deployment
-        .wait_metrics("all exchanges have ended", |page| {
-            page.sum("open_exchanges", &[]) == 0.0
-        })
-        .await;
+    deployment.wait_metric("open_exchanges", &[], 0.0).await;
     let page = deployment.metrics().await;
     check_families(&page);
     check_traffic(&page);
     deployment.settle().await;
     let indexed = deployment
-        .metrics()
-        .await
-        .sum("worker_cached_blocks", &[("tier", "device")]);
+        .metric("worker_cached_blocks", &[("tier", "device")])
+        .await;
     assert_eq!(
         indexed,
         deployment.cached_blocks().await as f64,
@@ -522,28 +490,10 @@ async fn every_log_level_runs_and_exits() {
             .await
             .unwrap();
         // A request after the start gives the process time to exit by itself, which it must not do.
-        let alive = deployment
-            .http
-            .get(deployment.admin_url("/metrics"))
-            .send()
-            .await
-            .unwrap();
-        assert_eq!(alive.status(), StatusCode::OK, "{level}");
+        deployment.metrics().await;
         let router = deployment.router().unwrap();
         assert!(router.is_running(), "{level}: {}", router.log_tail());
         router.terminate();
-        assert!(
-            until(PATIENCE, async || !router.is_running()).await,
-            "{level}: {}",
-            router.log_tail()
-        );
-        assert!(
-            router
-                .wait_exit(std::time::Instant::now())
-                .unwrap()
-                .success(),
-            "{level}: {}",
-            router.log_tail()
-        );
+        assert_exits(router).await;
     }
 }

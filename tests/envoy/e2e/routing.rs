@@ -6,7 +6,7 @@ use futures_util::StreamExt as _;
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::MODEL;
 
-use crate::support::deployment::{ChatAnswer, TestDeployment, essay, fast};
+use crate::support::deployment::{RoutedAnswer, TestDeployment, essay, fast};
 use crate::support::model_file;
 
 const ENGINES: [u64; 4] = [1, 2, 3, u64::MAX];
@@ -26,7 +26,7 @@ struct ChatTurns {
     stream: bool,
     /// Pairs of role and text. Completions send the concatenated text.
     messages: Vec<(&'static str, String)>,
-    engine: String,
+    engine: u64,
 }
 
 impl ChatTurns {
@@ -36,7 +36,7 @@ impl ChatTurns {
             form,
             stream: (number / 3).is_multiple_of(2),
             messages: vec![("user", essay(number))],
-            engine: String::new(),
+            engine: 0,
         }
     }
 
@@ -75,7 +75,7 @@ impl ChatTurns {
     }
 
     /// Appends the response and the next question.
-    fn append_turn(&mut self, answered: &ChatAnswer) {
+    fn append_turn(&mut self, answered: &RoutedAnswer) {
         let text = |document: &Value| {
             let choice = document["choices"].get(0)?;
             let places = ["/message/content", "/delta/content", "/text"];
@@ -91,7 +91,7 @@ impl ChatTurns {
         self.messages.push(("assistant", answer));
         self.messages
             .push(("user", format!("And then? {}", self.messages.len())));
-        answered.engine().clone_into(&mut self.engine);
+        self.engine = answered.engine();
     }
 }
 
@@ -100,7 +100,7 @@ async fn requests_reach_chosen_engines_and_sessions_stay_warm() {
     let deployment = TestDeployment::start(&ENGINES.map(fast)).await;
     let tokenizer = tokenizer();
     let mut sessions: Vec<ChatTurns> = (0..SESSIONS).map(ChatTurns::new).collect();
-    let mut served: BTreeMap<String, usize> = BTreeMap::new();
+    let mut served: BTreeMap<u64, usize> = BTreeMap::new();
 
     // The first and last turns are concurrent, so load spreads the sessions. The turns in between
     // are sequential, so only the caches decide.
@@ -111,21 +111,17 @@ async fn requests_reach_chosen_engines_and_sessions_stay_warm() {
             if at_once == 1 {
                 deployment.idle().await;
             }
-            ChatAnswer::read(
-                deployment
-                    .post(session.path(), &session.request(tokenizer))
-                    .await,
-            )
-            .await
+            let body = session.request(tokenizer);
+            deployment.post(session.path(), &body).await
         };
-        let answers: Vec<ChatAnswer> = futures_util::stream::iter(&sessions)
+        let answers: Vec<RoutedAnswer> = futures_util::stream::iter(&sessions)
             .map(ask)
             .buffered(at_once)
             .collect()
             .await;
         for (session, answered) in sessions.iter_mut().zip(answers) {
             answered.assert_exact();
-            *served.entry(answered.engine().to_owned()).or_default() += 1;
+            *served.entry(answered.engine()).or_default() += 1;
             if at_once == 1 {
                 assert_eq!(
                     answered.engine(),
@@ -150,10 +146,9 @@ async fn requests_reach_chosen_engines_and_sessions_stay_warm() {
         deployment.settle().await;
     }
     assert!(served.values().sum::<usize>() >= 300);
-    let known: BTreeSet<String> = ENGINES.iter().map(ToString::to_string).collect();
     assert_eq!(
-        served.keys().cloned().collect::<BTreeSet<_>>(),
-        known,
+        served.keys().copied().collect::<BTreeSet<_>>(),
+        ENGINES.into(),
         "an engine served no request: {served:?}"
     );
 }

@@ -9,7 +9,7 @@ use warmroute_testbed::envoy;
 
 use crate::modes::worker::{RecordingWorker, received};
 use crate::routing::bed::full_duplex;
-use crate::support::deployment::{ChatAnswer, TestDeployment, chat, fast, with_response_headers};
+use crate::support::deployment::{RoutedAnswer, TestDeployment, chat, fast, with_response_headers};
 
 /// Change of the shipped Envoy configuration.
 type EnvoyChange = fn(&str) -> String;
@@ -68,14 +68,7 @@ fn unroutable_requests() -> Vec<UnroutableRequest> {
 }
 
 async fn assert_requests_reach_an_engine(change: EnvoyChange) {
-    let mut deployment = TestDeployment::engines(&[fast(1), fast(2)]).await;
-    deployment.write_workers().unwrap();
-    deployment
-        .start_router(&with_response_headers(json!({})))
-        .await
-        .unwrap();
-    let envoy = change(&deployment.envoy_config());
-    deployment.start_envoy(&envoy).await.unwrap();
+    let deployment = TestDeployment::start_with(&[fast(1), fast(2)], json!({}), change).await;
     for UnroutableRequest {
         method,
         path,
@@ -88,10 +81,8 @@ async fn assert_requests_reach_an_engine(change: EnvoyChange) {
             "{method} {path} {:?}",
             body.as_deref().map(String::from_utf8_lossy)
         );
-        let counted = async || {
-            let page = deployment.metrics().await;
-            page.sum("degradations_total", &[("reason", reason)])
-        };
+        let label = [("reason", reason)];
+        let counted = async || deployment.metric("degradations_total", &label).await;
         let before = counted().await;
         let mut request = deployment.http.request(method, deployment.url(path));
         if let Some(body) = body {
@@ -99,18 +90,19 @@ async fn assert_requests_reach_an_engine(change: EnvoyChange) {
                 .header("content-type", "application/json")
                 .body(body);
         }
-        let answered = ChatAnswer::read(request.send().await.unwrap()).await;
+        let answered = RoutedAnswer::of(request).await;
         assert_eq!(
             (answered.mode(), answered.status.as_u16()),
             ("load_only", status),
             "{what}: {answered:?}"
         );
+        let engine = answered.header("x-engine-id");
         assert!(
-            ["1", "2"].contains(&answered.engine()),
+            ["1", "2"].contains(&engine),
             "no engine served {what}: {answered:?}"
         );
         assert_eq!(
-            answered.engine(),
+            engine,
             answered.header("x-received-worker-instance-id"),
             "{what}"
         );
@@ -195,7 +187,7 @@ async fn assert_forged_headers_ignored(deployment: &TestDeployment, workers: &[S
             };
             request = request.header(name, forged).header(name, "forged");
         }
-        let answered = ChatAnswer::read(request.send().await.unwrap()).await;
+        let answered = RoutedAnswer::of(request).await;
         let report = &answered.documents()[0];
         let serves = |address: &String| report["worker"] == json!(address);
         let worker = (workers.iter().position(serves).unwrap() + 1).to_string();
@@ -230,17 +222,10 @@ async fn assert_forged_headers_ignored(deployment: &TestDeployment, workers: &[S
 async fn envoy_selects_without_fleet() {
     let mut deployment = TestDeployment::engines(&[fast(1), fast(2)]).await;
     deployment.write_worker_entries(&json!([])).unwrap();
-    let addresses: Vec<_> = deployment
-        .engines
-        .iter()
-        .map(|engine| engine.address)
-        .collect();
+    let addresses = deployment.addresses();
     envoy::write_endpoints(&deployment.envoy_setup().endpoint_file(), &addresses).unwrap();
-    let alone =
-        with_response_headers(json!({"envoy": null, "process": {"readiness": {"min_workers": 0}}}));
-    deployment.start_router(&alone).await.unwrap();
-    let envoy = deployment.envoy_config();
-    deployment.start_envoy(&envoy).await.unwrap();
+    let alone = json!({"envoy": null, "process": {"readiness": {"min_workers": 0}}});
+    deployment.serve(alone, str::to_owned).await;
     let mut served = BTreeSet::new();
     for number in 0..40 {
         let answered = deployment.ask(&format!("question {number}")).await;
@@ -256,7 +241,7 @@ async fn envoy_selects_without_fleet() {
         ] {
             assert_eq!(answered.header(name), "", "{name}");
         }
-        served.insert(answered.engine().to_owned());
+        served.insert(answered.engine());
     }
     assert_eq!(served.len(), 2, "Envoy uses both endpoints");
     let page = deployment.metrics().await;

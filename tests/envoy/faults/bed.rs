@@ -1,197 +1,105 @@
-//! Deployment for fault injection, with clients that check for complete responses, and conditions
-//! to wait for.
+//! Deployments for fault injection, and clients that check for complete responses.
 
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use reqwest::Response;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
-use warmroute_testbed::child_process::ChildProcess;
-use warmroute_testbed::deployment::{EngineSpec, LocalDeployment, MODEL};
-use warmroute_testbed::merge_config;
+use warmroute_testbed::deployment::{EngineSpec, MODEL};
 use warmroute_testbed::ports::until;
 
-use crate::support::deployment::programs;
+pub(crate) use crate::routing::bed::SOON;
+use crate::routing::bed::{RoutedAnswer, RoutingBed, patient};
+use crate::routing::contents::parse_content;
 
-/// Timeout of each wait, long enough for a busy machine.
-pub(crate) const SOON: Duration = Duration::from_secs(60);
-
-/// A running deployment in its own directory.
-pub(crate) struct FaultBed {
-    pub(crate) stack: LocalDeployment,
-    pub(crate) http: reqwest::Client,
-    more: Value,
-    _dir: tempfile::TempDir,
+/// Starts engines with ids from 1 and the given arguments, behind an Envoy that waits long enough
+/// for a busy machine.
+pub(crate) async fn start(engines: u64, args: &[&str]) -> RoutingBed {
+    let specs: Vec<_> = (1..=engines)
+        .map(|id| EngineSpec::new(id).with(args))
+        .collect();
+    let more = json!({"requests": {"limits": {"decision_timeout": "25s"}}});
+    // Envoy ends all exchanges if a busy machine answers its pings late.
+    let envoy = |shipped: &str| {
+        let pings = "connection_keepalive: {interval: 2s, timeout: ";
+        assert!(shipped.contains(&format!("{pings}2s")));
+        patient(shipped).replace(&format!("{pings}2s"), &format!("{pings}30s"))
+    };
+    routable(RoutingBed::start_with_envoy(&specs, more, envoy).await).await
 }
 
-/// Message timeout of Envoy's ext_proc filter.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum TimeoutLength {
-    /// The shipped timeout.
-    Shipped,
-    /// Long enough for a busy machine.
-    Long,
+/// Starts engines behind the shipped Envoy.
+pub(crate) async fn start_as_shipped(specs: &[EngineSpec], process: Value) -> RoutingBed {
+    let more = shipped_config(process);
+    routable(RoutingBed::start_with_envoy(specs, more, str::to_owned).await).await
 }
 
-/// Response that a client received.
-#[derive(Debug)]
-pub(crate) struct FaultAnswer {
-    pub(crate) engine: u64,
-    /// Routing mode, or `None` if Envoy selected the worker.
-    pub(crate) mode: Option<String>,
+/// Returns the configuration of warmroute in [`start_as_shipped`].
+pub(crate) fn shipped_config(process: Value) -> Value {
+    let mut config = json!({"requests": {"limits": {"decision_timeout": "800ms"}}});
+    config["process"] = process;
+    config
 }
 
-impl FaultBed {
-    /// Starts engines with ids from 1 and the given arguments.
-    pub(crate) async fn start(engines: usize, args: &[&str], timeout: TimeoutLength) -> Self {
-        let specs: Vec<_> = (1..=engines as u64)
-            .map(|id| EngineSpec::new(id).with(args))
-            .collect();
-        Self::of(&specs, timeout, json!({})).await
-    }
+async fn routable(bed: RoutingBed) -> RoutingBed {
+    bed.wait_routable().await;
+    bed
+}
 
-    pub(crate) async fn of(specs: &[EngineSpec], timeout: TimeoutLength, more: Value) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let mut all = json!({
-            "gateway": {"response_headers": {"prediction": true, "worker": true}},
-        });
-        merge_config(&mut all, &more);
-        if timeout == TimeoutLength::Long {
-            all["requests"]["limits"] = json!({"decision_timeout": "25s"});
-        }
-        let mut stack = LocalDeployment::start_engines(&programs(), specs, dir.path())
-            .await
-            .unwrap();
-        stack.write_workers().unwrap();
-        stack.start_router(&all).await.unwrap();
-        let mut config = stack.envoy_setup().standalone_config().unwrap();
-        if timeout == TimeoutLength::Long {
-            for setting in [" message_timeout: ", " connect_timeout: "] {
-                assert_eq!(
-                    config.matches(&format!("{setting}1s")).count(),
-                    1,
-                    "{setting}"
-                );
-                config = config.replace(&format!("{setting}1s"), &format!("{setting}30s"));
-            }
-            // Envoy ends all exchanges if a busy machine answers its pings late.
-            let pings = "connection_keepalive: {interval: 2s, timeout: ";
-            assert!(config.contains(&format!("{pings}2s")));
-            config = config.replace(&format!("{pings}2s"), &format!("{pings}30s"));
-        }
-        stack.start_envoy(&config).await.unwrap();
-        let http = warmroute_runtime::tls::http_client_builder()
-            .build()
-            .unwrap();
-        let bed = Self {
-            stack,
-            http,
-            more: all,
-            _dir: dir,
-        };
-        bed.wait_routable().await;
-        bed
-    }
-
+impl RoutingBed {
     /// Waits until warmroute routes requests exactly.
     pub(crate) async fn wait_routable(&self) {
-        let exact =
-            async || self.send(&chat("are you there?", 1)).await.mode.as_deref() == Some("exact");
+        let exact = async || self.send(&chat("are you there?", 1)).await.mode() == "exact";
         assert!(until(SOON, exact).await, "no request was routed exactly");
-        self.wait_idle().await;
-    }
-
-    /// Starts a successor of warmroute with the same configuration. Returns the old process, which
-    /// drains.
-    pub(crate) async fn replace_router(&mut self) -> ChildProcess {
-        let more = self.more.clone();
-        self.stack.replace_router(&more).await.unwrap()
-    }
-
-    pub(crate) fn post(&self, body: &Value) -> reqwest::RequestBuilder {
-        self.http
-            .post(self.stack.url("/v1/chat/completions"))
-            .json(body)
+        self.wait_unbooked().await;
     }
 
     /// Sends a request and asserts a complete response.
-    pub(crate) async fn send(&self, body: &Value) -> FaultAnswer {
-        finish(self.post(body).send().await.unwrap(), body).await
+    pub(crate) async fn send(&self, body: &Value) -> RoutedAnswer {
+        finish(self.post(body), body).await
     }
 
-    /// Sends a request in the background and asserts a complete response.
-    pub(crate) fn send_in_background(&self, body: Value) -> JoinHandle<FaultAnswer> {
-        let request = self.post(&body);
-        tokio::spawn(async move { finish(request.send().await.unwrap(), &body).await })
-    }
-
-    /// Sends concurrent requests in the background. Every second one is streaming.
+    /// Sends concurrent requests in the background, which assert complete responses. Every second
+    /// one is streaming.
     pub(crate) fn send_many_in_background(
         &self,
         count: usize,
         name: &str,
         tokens: u64,
-    ) -> Vec<JoinHandle<FaultAnswer>> {
-        let body = |at| {
-            if at % 2 == 0 {
-                chat(&format!("{name} {at}"), tokens)
+    ) -> Vec<JoinHandle<RoutedAnswer>> {
+        let send = |at| {
+            let name = format!("{name} {at}");
+            let body = if at % 2 == 0 {
+                chat(&name, tokens)
             } else {
-                stream(&format!("{name} {at}"), tokens)
-            }
+                stream(&name, tokens)
+            };
+            self.send_and_check_in_background(body)
         };
-        (0..count)
-            .map(|at| self.send_in_background(body(at)))
-            .collect()
+        (0..count).map(send).collect()
     }
 
-    /// Returns a field of `/debug/load`, summed over all ranks.
-    pub(crate) async fn load(&self, of: &str) -> u64 {
-        let ranks = self.stack.debug_page("load").await.unwrap();
-        ranks
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|rank| rank[of].as_u64().unwrap())
-            .sum()
+    /// Sends a request in the background and asserts a complete response.
+    pub(crate) fn send_and_check_in_background(&self, body: Value) -> JoinHandle<RoutedAnswer> {
+        let request = self.post(&body);
+        tokio::spawn(async move { finish(request, &body).await })
     }
 
-    pub(crate) async fn wait_load(&self, of: &str, wanted: u64) {
+    pub(crate) async fn wait_total_load(&self, of: &str, wanted: u64) {
         let mut seen = 0;
         let reached = until(SOON, async || {
-            seen = self.load(of).await;
+            seen = self.total_load(of).await;
             seen == wanted
         });
         assert!(reached.await, "{of} is {seen}, not {wanted}");
     }
 
-    /// Returns a value from the metrics page of warmroute.
-    pub(crate) async fn metric(&self, name: &str) -> f64 {
-        number(&self.text(&self.stack.admin_url("/metrics")).await, name)
-    }
-
-    pub(crate) async fn wait_exchanges(&self, wanted: usize) {
-        let mut seen = 0.0;
-        let reached = until(SOON, async || {
-            seen = self.metric("warmroute_open_exchanges").await;
-            seen == wanted as f64
-        });
-        assert!(reached.await, "{seen} exchanges are open, not {wanted}");
-    }
-
     /// Waits until Envoy reports this many open streams to warmroute.
-    pub(crate) async fn wait_held(&self, wanted: usize) {
-        let url = self
-            .stack
-            .envoy_setup()
-            .admin_url("/stats?filter=cluster.ext_proc.upstream_rq_active");
-        let mut seen = 0.0;
+    pub(crate) async fn wait_held(&self, wanted: u64) {
+        let mut seen = 0;
         let reached = until(SOON, async || {
-            seen = number(
-                &self.text(&url).await,
-                "cluster.ext_proc.upstream_rq_active:",
-            );
-            seen == wanted as f64
+            seen = self.envoy_stat("cluster.ext_proc.upstream_rq_active").await;
+            seen == wanted
         });
         assert!(
             reached.await,
@@ -200,51 +108,12 @@ impl FaultBed {
     }
 
     /// Waits until no exchange is open. Asserts that no rank has a booking.
-    pub(crate) async fn wait_idle(&self) {
-        self.wait_exchanges(0).await;
-        for rank in self
-            .stack
-            .debug_page("load")
-            .await
-            .unwrap()
-            .as_array()
-            .unwrap()
-        {
-            for of in ["active_requests", "active_blocks", "active_prefill_tokens"] {
-                assert_eq!(rank[of], json!(0), "{of} of {rank}");
-            }
+    pub(crate) async fn wait_unbooked(&self) {
+        self.wait_metric("open_exchanges", &[], 0.0).await;
+        for of in ["active_requests", "active_blocks", "active_prefill_tokens"] {
+            assert_eq!(self.total_load(of).await, 0, "{of}");
         }
     }
-
-    async fn text(&self, url: &str) -> String {
-        self.http
-            .get(url)
-            .send()
-            .await
-            .unwrap()
-            .text()
-            .await
-            .unwrap()
-    }
-
-    /// Sets the misbehavior of an engine.
-    pub(crate) async fn misbehave(&self, at: usize, how: &Value) {
-        let response = self
-            .http
-            .post(self.stack.engines[at].url("/sim/misbehave"))
-            .json(how)
-            .send()
-            .await
-            .unwrap();
-        assert!(response.status().is_success());
-    }
-}
-
-fn number(page: &str, name: &str) -> f64 {
-    let line = page
-        .lines()
-        .find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
-    line.unwrap_or_else(|| panic!("no {name} in {page}"))
 }
 
 /// Returns a unary request.
@@ -263,27 +132,13 @@ pub(crate) fn stream(text: &str, tokens: u64) -> Value {
     body
 }
 
-/// Reads a response to its end and asserts that it is complete.
-pub(crate) async fn finish(response: Response, request: &Value) -> FaultAnswer {
-    let status = response.status();
-    let headers = response.headers().clone();
-    let text = response.text().await.unwrap();
-    assert_eq!(status, 200, "{headers:?} {text}");
-    let usage = if request["stream"] == json!(true) {
-        usage_of_stream(&text)
-    } else {
-        serde_json::from_str::<Value>(&text).unwrap()["usage"].clone()
-    };
-    assert_eq!(usage["completion_tokens"], request["max_tokens"], "{text}");
-    let header = |name: &str| {
-        headers
-            .get(name)
-            .map(|value| value.to_str().unwrap().to_owned())
-    };
-    FaultAnswer {
-        engine: header("x-engine-id").unwrap().parse().unwrap(),
-        mode: header("x-warmroute-mode"),
+/// Sends a request and asserts a complete response.
+pub(crate) async fn finish(request: reqwest::RequestBuilder, body: &Value) -> RoutedAnswer {
+    let answer = RoutedAnswer::of(request).await;
+    if let Err(error) = parse_content(body, &answer) {
+        panic!("{error}: {answer:?}");
     }
+    answer
 }
 
 /// Returns the usage in the last event before `[DONE]`.
@@ -299,9 +154,18 @@ pub(crate) fn usage_of_stream(text: &str) -> Value {
 }
 
 /// Waits for all background requests, which assert complete responses.
-pub(crate) async fn join_answers(requests: Vec<JoinHandle<FaultAnswer>>) -> Vec<FaultAnswer> {
+pub(crate) async fn join_answers(requests: Vec<JoinHandle<RoutedAnswer>>) -> Vec<RoutedAnswer> {
     let answers = tokio::time::timeout(SOON * 2, join_all(requests))
         .await
         .expect("requests still have no response");
     answers.into_iter().map(Result::unwrap).collect()
+}
+
+/// Waits for the exit of a process of warmroute and asserts success.
+pub(crate) async fn assert_exits(router: &warmroute_testbed::child_process::ChildProcess) {
+    let ended = until(SOON, async || !router.is_running()).await;
+    assert!(ended, "still running:\n{}", router.log_tail());
+    let deadline = std::time::Instant::now() + Duration::from_secs(1);
+    let status = router.wait_exit(deadline).unwrap();
+    assert!(status.success(), "{status}:\n{}", router.log_tail());
 }

@@ -5,13 +5,13 @@ use std::time::Duration;
 use futures_util::StreamExt as _;
 use tokio::io::AsyncWriteExt as _;
 
-use crate::faults::bed::{FaultBed, TimeoutLength, chat, stream};
+use crate::faults::bed::{chat, start, stream};
 use crate::faults::load::{connect, raw};
 
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disconnect_during_upload_leaves_no_exchange() {
-    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let bed = start(1, &[]).await;
     let mut clients = Vec::new();
     for at in 0..8 {
         let mut client = connect(&bed).await;
@@ -22,49 +22,49 @@ async fn disconnect_during_upload_leaves_no_exchange() {
             .unwrap();
         clients.push(client);
     }
-    bed.wait_exchanges(8).await;
+    bed.wait_metric("open_exchanges", &[], 8.0).await;
     assert_eq!(
-        bed.load("active_requests").await,
+        bed.total_load("active_requests").await,
         0,
         "a request is booked before its prompt is known"
     );
     drop(clients);
-    bed.wait_idle().await;
+    bed.wait_unbooked().await;
     bed.wait_routable().await;
 }
 
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disconnect_of_held_request_leaves_no_booking() {
-    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let bed = start(1, &[]).await;
     bed.stack.router().unwrap().freeze();
     let sending = bed.send_many_in_background(8, "held", 5);
     bed.wait_held(8).await;
     sending.iter().for_each(tokio::task::JoinHandle::abort);
     bed.wait_held(0).await;
     bed.stack.router().unwrap().thaw();
-    bed.wait_idle().await;
+    bed.wait_unbooked().await;
     bed.wait_routable().await;
 }
 
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disconnect_during_tokenization_leaves_no_booking() {
-    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let bed = start(1, &[]).await;
     let long = "A long prompt takes its time. ".repeat(40_000);
     let sending: Vec<_> = (0..6)
-        .map(|at| bed.send_in_background(chat(&format!("{at} {long}"), 5)))
+        .map(|at| bed.send_and_check_in_background(chat(&format!("{at} {long}"), 5)))
         .collect();
-    bed.wait_exchanges(6).await;
+    bed.wait_metric("open_exchanges", &[], 6.0).await;
     sending.iter().for_each(tokio::task::JoinHandle::abort);
-    bed.wait_idle().await;
+    bed.wait_unbooked().await;
     bed.wait_routable().await;
 }
 
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disconnects_at_random_times_leave_no_booking() {
-    let bed = FaultBed::start(2, &["--step-us", "10000"], TimeoutLength::Long).await;
+    let bed = start(2, &["--step-us", "10000"]).await;
     let one = async |at: usize| {
         let text = format!(
             "random {at} {}",
@@ -85,6 +85,6 @@ async fn disconnects_at_random_times_leave_no_booking() {
         .await;
     let left = left.into_iter().filter(|left| *left).count();
     assert!(left >= 200, "only {left} clients left early");
-    bed.wait_idle().await;
+    bed.wait_unbooked().await;
     bed.wait_routable().await;
 }

@@ -8,7 +8,10 @@ use serde_json::{Value, json};
 use warmroute_testbed::deployment::EngineSpec;
 use warmroute_testbed::ports::until;
 
-use crate::faults::bed::{FaultBed, SOON, TimeoutLength, join_answers, stream, usage_of_stream};
+use crate::faults::bed::{
+    SOON, assert_exits, join_answers, start_as_shipped, stream, usage_of_stream,
+};
+use crate::routing::bed::{RoutedAnswer, RoutingBed};
 
 /// Returns an engine that streams at most 25 tokens per second.
 fn slow_engine() -> EngineSpec {
@@ -16,7 +19,7 @@ fn slow_engine() -> EngineSpec {
 }
 
 /// Starts streams and waits for the first token of each.
-async fn begin(bed: &FaultBed, count: usize, tokens: u64) -> Vec<(reqwest::Response, Vec<u8>)> {
+async fn begin(bed: &RoutingBed, count: usize, tokens: u64) -> Vec<(reqwest::Response, Vec<u8>)> {
     let one = async |at: usize| {
         let mut response = bed
             .post(&stream(&format!("stream {at}"), tokens))
@@ -41,71 +44,53 @@ async fn end(streams: Vec<(reqwest::Response, Vec<u8>)>, tokens: u64) {
     }
 }
 
-/// Waits for the exit of the process and asserts success. Returns the time of the exit.
-async fn exits_well(bed: &FaultBed) -> Instant {
-    let router = bed.stack.router().unwrap();
-    assert!(
-        until(SOON, async || !router.is_running()).await,
-        "still running:\n{}",
-        router.log_tail()
-    );
-    let status = router.wait_exit(Instant::now()).unwrap();
-    assert!(status.success(), "{status}:\n{}", router.log_tail());
-    Instant::now()
-}
-
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
-    let bed = FaultBed::of(&[slow_engine()], TimeoutLength::Shipped, json!({})).await;
+    let bed = start_as_shipped(&[slow_engine()], json!({})).await;
     let streams = begin(&bed, 4, 300).await;
     bed.stack.router().unwrap().terminate();
 
     let mut page = Value::Null;
     let draining = async || {
-        let response = bed
-            .http
-            .get(bed.stack.admin_url("/readyz"))
-            .send()
-            .await
-            .unwrap();
-        let status = response.status();
-        page = response.json().await.unwrap();
-        status == StatusCode::SERVICE_UNAVAILABLE
+        let answer = RoutedAnswer::of(bed.http.get(bed.admin_url("/readyz"))).await;
+        page = answer.json();
+        answer.status == StatusCode::SERVICE_UNAVAILABLE
     };
     assert!(until(SOON, draining).await, "{page}");
     assert_eq!(page, json!({"ready": false, "pending": ["draining"]}));
     // Envoy may begin exchanges until it has read the GOAWAY frame.
     let is_unrouted = async || {
         let answers = join_answers(bed.send_many_in_background(1, "late", 2)).await;
-        answers.iter().all(|answer| answer.mode.is_none())
+        answers.iter().all(|answer| answer.mode().is_empty())
     };
     assert!(until(SOON, is_unrouted).await, "Envoy begins exchanges");
     for answer in join_answers(bed.send_many_in_background(4, "new", 2)).await {
-        assert_eq!(answer.mode, None, "no new exchange is begun while draining");
+        assert_eq!(answer.mode(), "", "no new exchange is begun while draining");
     }
     assert!(
-        bed.load("active_requests").await > 0,
+        bed.total_load("active_requests").await > 0,
         "the streams ended early, so the test proves nothing"
     );
     end(streams, 300).await;
-    exits_well(&bed).await;
+    assert_exits(bed.router().unwrap()).await;
     let log = bed.stack.router().unwrap().log_tail();
     assert!(!log.contains("drain deadline exceeded"), "{log}");
     for answer in join_answers(bed.send_many_in_background(2, "newer", 2)).await {
-        assert_eq!(answer.mode, None);
+        assert_eq!(answer.mode(), "");
     }
 }
 
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn drain_deadline_leaves_streams_to_envoy() {
-    let more = json!({"process": {"drain": {"grace_period": "0s", "timeout": "500ms"}}});
-    let bed = FaultBed::of(&[slow_engine()], TimeoutLength::Shipped, more).await;
+    let process = json!({"drain": {"grace_period": "0s", "timeout": "500ms"}});
+    let bed = start_as_shipped(&[slow_engine()], process).await;
     let streams = begin(&bed, 4, 200).await;
     let signalled = Instant::now();
     bed.stack.router().unwrap().terminate();
-    let took = exits_well(&bed).await - signalled;
+    assert_exits(bed.router().unwrap()).await;
+    let took = signalled.elapsed();
     assert!(
         took >= Duration::from_millis(450),
         "exited after {took:?} with open streams"
@@ -116,6 +101,6 @@ async fn drain_deadline_leaves_streams_to_envoy() {
     );
     end(streams, 200).await;
     for answer in join_answers(bed.send_many_in_background(2, "newer", 2)).await {
-        assert_eq!(answer.mode, None);
+        assert_eq!(answer.mode(), "");
     }
 }

@@ -1,43 +1,39 @@
 //! Clients of the ext_proc socket that violate the protocol or send messages in an invalid order.
 
-use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
+use envoy_types::pb::envoy::service::ext_proc::v3::ProtocolConfiguration;
 use proto::external_processor_client::ExternalProcessorClient;
-use proto::processing_request::Request as Message;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
 
-use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat};
+use crate::faults::bed::{SOON, chat, start};
+use crate::routing::bed::RoutingBed;
+use crate::support::ext_proc;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// Asserts that Envoy's requests are routed exactly, and that no state of other clients remains.
-async fn assert_unharmed(bed: &FaultBed) {
+async fn assert_unharmed(bed: &RoutingBed) {
     assert!(
         bed.stack.router().unwrap().is_running(),
         "{}",
         bed.stack.router().unwrap().log_tail()
     );
-    bed.wait_idle().await;
+    bed.wait_unbooked().await;
     for at in 0..3 {
-        assert_eq!(
-            bed.send(&chat(&format!("after {at}"), 2))
-                .await
-                .mode
-                .as_deref(),
-            Some("exact")
-        );
+        let answer = bed.send(&chat(&format!("after {at}"), 2)).await;
+        assert_eq!(answer.mode(), "exact");
     }
-    bed.wait_idle().await;
+    bed.wait_unbooked().await;
 }
 
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn invalid_http2_bytes_are_harmless() {
-    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let bed = start(1, &[]).await;
     let socket = bed.stack.envoy_setup().ext_proc_socket();
     let mut random = SmallRng::seed_from_u64(3);
     let mut noise = vec![0; 60_000];
@@ -78,31 +74,7 @@ async fn invalid_http2_bytes_are_harmless() {
     assert_unharmed(&bed).await;
 }
 
-/// Returns the messages of a request with this body.
-fn request_messages(chat: &str) -> [Message; 2] {
-    let header = |(key, value): &(&str, &str)| HeaderValue {
-        key: (*key).to_owned(),
-        raw_value: value.as_bytes().to_vec(),
-        ..HeaderValue::default()
-    };
-    let headers = [(":method", "POST"), (":path", "/v1/chat/completions")];
-    let headers = Some(HeaderMap {
-        headers: headers.iter().map(header).collect(),
-    });
-    [
-        Message::RequestHeaders(proto::HttpHeaders {
-            headers,
-            ..proto::HttpHeaders::default()
-        }),
-        Message::RequestBody(proto::HttpBody {
-            body: chat.as_bytes().to_vec(),
-            end_of_stream: true,
-            ..proto::HttpBody::default()
-        }),
-    ]
-}
-
-async fn connect(bed: &FaultBed) -> ExternalProcessorClient<Channel> {
+async fn connect(bed: &RoutingBed) -> ExternalProcessorClient<Channel> {
     let endpoint = Endpoint::from_shared(format!(
         "unix://{}",
         bed.stack.envoy_setup().ext_proc_socket().display()
@@ -113,30 +85,23 @@ async fn connect(bed: &FaultBed) -> ExternalProcessorClient<Channel> {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn lost_peer_leaves_no_booking() {
-    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let bed = start(1, &[]).await;
     let client = connect(&bed).await;
     let chat = chat("vanishing", 5).to_string();
     let mut open = Vec::new();
     for _ in 0..20 {
         let (sender, messages) = tokio::sync::mpsc::channel(4);
-        for message in request_messages(&chat) {
-            let protocol_config = Some(proto::ProtocolConfiguration {
+        for mut message in ext_proc::post("/v1/chat/completions", &[], &chat) {
+            message.protocol_config = Some(ProtocolConfiguration {
                 request_body_mode: 2,
-                ..Default::default()
+                ..ProtocolConfiguration::default()
             });
-            sender
-                .send(proto::ProcessingRequest {
-                    request: Some(message),
-                    protocol_config,
-                    ..Default::default()
-                })
-                .await
-                .unwrap();
+            sender.send(message).await.unwrap();
         }
         let messages = tokio_stream::wrappers::ReceiverStream::new(messages);
         open.push((sender, client.clone().process(messages).await.unwrap()));
     }
-    bed.wait_load("active_requests", 20).await;
+    bed.wait_total_load("active_requests", 20).await;
     drop((open, client));
     assert_unharmed(&bed).await;
 }

@@ -6,27 +6,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use warmroute_testbed::ports::until;
 
-use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat, join_answers, stream};
+use crate::faults::bed::{SOON, chat, join_answers, start, stream};
+use crate::routing::bed::RoutingBed;
+use crate::support::local_server::LocalServer;
+use crate::support::raise_open_file_limit;
 
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn fifteen_hundred_concurrent_streams_leave_no_booking() {
-    let files = getrlimit(Resource::Nofile);
-    setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: files.maximum,
-            maximum: files.maximum,
-        },
-    )
-    .unwrap();
+    raise_open_file_limit();
     let many = [
         "--max-num-seqs",
         "2000",
@@ -36,25 +30,25 @@ async fn fifteen_hundred_concurrent_streams_leave_no_booking() {
         "60000",
     ];
     let fast = ["--prefill-us-per-token", "1", "--decode-us-per-seq", "10"];
-    let bed = FaultBed::start(3, &[&many[..], &fast[..]].concat(), TimeoutLength::Long).await;
+    let bed = start(3, &[&many[..], &fast[..]].concat()).await;
     // Frozen engines hold all requests until the last one has been sent.
     for at in 0..3 {
         bed.stack.engines[at].freeze();
     }
     let sending = (0..1500)
-        .map(|at| bed.send_in_background(stream(&format!("{at}"), 8)))
+        .map(|at| bed.send_and_check_in_background(stream(&format!("{at}"), 8)))
         .collect();
-    bed.wait_load("active_requests", 1500).await;
-    assert_eq!(bed.metric("warmroute_open_exchanges").await, 1500.0);
-    assert!(bed.load("active_blocks").await > 1500);
-    assert!(bed.load("active_prefill_tokens").await > 1500);
+    bed.wait_total_load("active_requests", 1500).await;
+    assert_eq!(bed.metric("open_exchanges", &[]).await, 1500.0);
+    assert!(bed.total_load("active_blocks").await > 1500);
+    assert!(bed.total_load("active_prefill_tokens").await > 1500);
     for at in 0..3 {
         bed.stack.engines[at].thaw();
     }
     let answers = join_answers(sending).await;
     let strays: Vec<_> = answers
         .iter()
-        .filter(|answer| answer.mode.as_deref() != Some("exact"))
+        .filter(|answer| answer.mode() != "exact")
         .collect();
     assert!(
         strays.is_empty(),
@@ -66,25 +60,24 @@ async fn fifteen_hundred_concurrent_streams_leave_no_booking() {
     for engine in 1..=3 {
         let served = answers
             .iter()
-            .filter(|answer| answer.engine == engine)
+            .filter(|answer| answer.engine() == engine)
             .count();
         assert!(
             (400..=600).contains(&served),
             "engine {engine} served {served}"
         );
     }
-    bed.wait_idle().await;
+    bed.wait_unbooked().await;
 }
 
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn stream_frees_prefill_first_and_blocks_last() {
-    let bed = FaultBed::start(1, &["--step-us", "40000"], TimeoutLength::Long).await;
-    bed.misbehave(0, &json!({"slow_first_token_ms": 3000}))
-        .await;
+    let bed = start(1, &["--step-us", "40000"]).await;
+    bed.misbehave(1, json!({"slow_first_token_ms": 3000})).await;
     let mut response = bed.post(&stream("first token", 80)).send().await.unwrap();
     // The engine sends its headers at once and the first token three seconds later.
-    let prefill = bed.load("active_prefill_tokens").await;
+    let prefill = bed.total_load("active_prefill_tokens").await;
     let first = tokio::time::timeout(Duration::from_millis(1), response.chunk()).await;
     assert!(
         first.is_err(),
@@ -92,23 +85,19 @@ async fn stream_frees_prefill_first_and_blocks_last() {
     );
     assert!(prefill > 100, "{prefill}");
     response.chunk().await.unwrap().unwrap();
-    bed.wait_load("active_prefill_tokens", 0).await;
+    bed.wait_total_load("active_prefill_tokens", 0).await;
     assert!(
-        bed.load("active_blocks").await > 0,
+        bed.total_load("active_blocks").await > 0,
         "the blocks stay booked during the response"
     );
-    assert_eq!(bed.load("active_requests").await, 1);
+    assert_eq!(bed.total_load("active_requests").await, 1);
     while response.chunk().await.unwrap().is_some() {}
-    bed.wait_idle().await;
+    bed.wait_unbooked().await;
 }
 
 /// Starts an engine that sends the response headers of a chat at once, and the body when notified.
 /// It has no other endpoint, because other requests of warmroute would consume the notification.
-async fn notified_engine(content_type: &'static str) -> (std::net::SocketAddr, Arc<Notify>) {
-    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
-        .await
-        .unwrap();
-    let address = listener.local_addr().unwrap();
+async fn notified_engine(content_type: &'static str) -> (LocalServer, Arc<Notify>) {
     let release = Arc::new(Notify::new());
     let end = release.clone();
     let answer = async move || {
@@ -119,8 +108,7 @@ async fn notified_engine(content_type: &'static str) -> (std::net::SocketAddr, A
         ([("content-type", content_type)], Body::from_stream(rest))
     };
     let routes = axum::Router::new().route("/v1/chat/completions", axum::routing::post(answer));
-    tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
-    (address, release)
+    (LocalServer::start(routes).await, release)
 }
 
 #[tokio::test]
@@ -129,10 +117,10 @@ async fn unary_prefill_ends_with_response_headers() {
     for (content_type, prefill_is_over) in
         [("application/json", true), ("text/event-stream", false)]
     {
-        let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
-        let (address, release) = notified_engine(content_type).await;
+        let bed = start(1, &[]).await;
+        let (engine, release) = notified_engine(content_type).await;
         bed.stack
-            .write_worker_entries(&json!([{"id": 9, "endpoint": address.to_string()}]))
+            .write_worker_entries(&json!([{"id": 9, "endpoint": engine.address}]))
             .unwrap();
         let followed = async || {
             let load = bed.stack.debug_page("load").await.unwrap();
@@ -145,15 +133,15 @@ async fn unary_prefill_ends_with_response_headers() {
         let response = bed.post(&chat("headers first", 5)).send().await.unwrap();
         assert_eq!(response.headers()["x-worker-instance-id"], "9");
         if prefill_is_over {
-            bed.wait_load("active_prefill_tokens", 0).await;
+            bed.wait_total_load("active_prefill_tokens", 0).await;
         } else {
-            assert!(bed.load("active_prefill_tokens").await > 100);
+            assert!(bed.total_load("active_prefill_tokens").await > 100);
         }
-        assert!(bed.load("active_blocks").await > 0);
-        assert_eq!(bed.load("active_requests").await, 1);
+        assert!(bed.total_load("active_blocks").await > 0);
+        assert_eq!(bed.total_load("active_requests").await, 1);
         release.notify_one();
         assert_eq!(response.text().await.unwrap(), "{}");
-        bed.wait_idle().await;
+        bed.wait_unbooked().await;
     }
 }
 
@@ -164,7 +152,7 @@ pub(crate) fn raw(body: &serde_json::Value) -> String {
     format!("{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len())
 }
 
-pub(crate) async fn connect(bed: &FaultBed) -> TcpStream {
+pub(crate) async fn connect(bed: &RoutingBed) -> TcpStream {
     let url = reqwest::Url::parse(&bed.stack.url("/")).unwrap();
     TcpStream::connect((Ipv4Addr::LOCALHOST, url.port().unwrap()))
         .await
@@ -174,7 +162,7 @@ pub(crate) async fn connect(bed: &FaultBed) -> TcpStream {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn slow_peers_delay_no_others_and_free_bookings() {
-    let bed = FaultBed::start(2, &[], TimeoutLength::Long).await;
+    let bed = start(2, &[]).await;
     // Both clients pause midway until all other requests are served.
     let (resume, others_served) = tokio::sync::watch::channel(false);
     let mut reader = connect(&bed).await;
@@ -203,7 +191,7 @@ async fn slow_peers_delay_no_others_and_free_bookings() {
         text
     });
     for answer in join_answers(bed.send_many_in_background(20, "others", 5)).await {
-        assert_eq!(answer.mode.as_deref(), Some("exact"));
+        assert_eq!(answer.mode(), "exact");
     }
     assert!(
         !reader.is_finished() && !writer.is_finished(),
@@ -220,5 +208,5 @@ async fn slow_peers_delay_no_others_and_free_bookings() {
         written.starts_with("HTTP/1.1 200") && written.contains("\"completion_tokens\":3"),
         "{written}"
     );
-    bed.wait_idle().await;
+    bed.wait_unbooked().await;
 }

@@ -3,15 +3,18 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use futures_util::future::join_all;
 use serde_json::json;
-use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::deployment::EngineSpec;
 use warmroute_testbed::ports::until;
 
-use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat, finish, stream, usage_of_stream};
+use crate::faults::bed::{
+    SOON, assert_exits, chat, finish, shipped_config, start_as_shipped, stream, usage_of_stream,
+};
+use crate::routing::bed::RoutingBed;
+use crate::support::deployment::with_response_headers;
 
 /// Minimum number of requests. More are sent if the restarts take longer.
 const REQUESTS: usize = 5_000;
@@ -20,7 +23,7 @@ const RESTARTS: usize = 4;
 const CLIENTS: usize = 12;
 
 /// Starts four streams of 400 tokens.
-async fn long_streams(bed: &FaultBed) -> Vec<reqwest::Response> {
+async fn long_streams(bed: &RoutingBed) -> Vec<reqwest::Response> {
     let sent = (0..4).map(|at| bed.post(&stream(&format!("long {at}"), 400)).send());
     let responses: Vec<_> = join_all(sent)
         .await
@@ -31,6 +34,13 @@ async fn long_streams(bed: &FaultBed) -> Vec<reqwest::Response> {
     responses
 }
 
+async fn assert_complete(long: Vec<reqwest::Response>) {
+    for answer in long {
+        let text = answer.text().await.unwrap();
+        assert_eq!(usage_of_stream(&text)["completion_tokens"], 400);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn restarts_under_load_lose_no_request_or_stream() {
@@ -39,8 +49,9 @@ async fn restarts_under_load_lose_no_request_or_stream() {
         EngineSpec::new(2),
         EngineSpec::new(3).with(&["--step-us", "40000"]),
     ];
-    let more = json!({"process": {"drain": {"grace_period": "5s", "timeout": "60s"}}});
-    let mut bed = FaultBed::of(&engines, TimeoutLength::Shipped, more).await;
+    let process = json!({"drain": {"grace_period": "5s", "timeout": "60s"}});
+    let config = with_response_headers(shipped_config(process.clone()));
+    let mut bed = start_as_shipped(&engines, process).await;
     let long = long_streams(&bed).await;
 
     let sent = Arc::new(AtomicUsize::new(0));
@@ -64,8 +75,8 @@ async fn restarts_under_load_lose_no_request_or_stream() {
                 } else {
                     chat(&format!("{of} {at}"), 1)
                 };
-                let answer = finish(http.post(&url).json(&body).send().await.unwrap(), &body).await;
-                routed.fetch_add(usize::from(answer.mode.is_some()), Ordering::Relaxed);
+                let answer = finish(http.post(&url).json(&body), &body).await;
+                routed.fetch_add(usize::from(!answer.mode().is_empty()), Ordering::Relaxed);
             }
         })
     };
@@ -75,7 +86,7 @@ async fn restarts_under_load_lose_no_request_or_stream() {
     for nth in 1..=RESTARTS {
         let wanted = nth * REQUESTS / (RESTARTS + 2);
         assert!(until(SOON, async || sent.load(Ordering::Relaxed) >= wanted).await);
-        left.push(bed.replace_router().await);
+        left.push(bed.stack.replace_router(&config).await.unwrap());
     }
     restarted.store(true, Ordering::Release);
     for client in clients {
@@ -90,25 +101,9 @@ async fn restarts_under_load_lose_no_request_or_stream() {
         "only {routed} of {sent} were routed by warmroute, in {:?}",
         began.elapsed()
     );
-    for answer in long {
-        let text = answer.text().await.unwrap();
-        assert_eq!(usage_of_stream(&text)["completion_tokens"], 400);
-    }
-    assert_all_end(left).await;
-    bed.wait_idle().await;
-}
-
-/// Waits until the replaced processes exit without an error.
-async fn assert_all_end(left: Vec<ChildProcess>) {
+    assert_complete(long).await;
     for old in left {
-        assert!(
-            until(SOON, async || !old.is_running()).await,
-            "still running:\n{}",
-            old.log_tail()
-        );
-        let status = old
-            .wait_exit(Instant::now() + Duration::from_secs(1))
-            .unwrap();
-        assert!(status.success(), "{status}:\n{}", old.log_tail());
+        assert_exits(&old).await;
     }
+    bed.wait_unbooked().await;
 }

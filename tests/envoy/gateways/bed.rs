@@ -38,26 +38,20 @@ impl GatewayTestbed {
     pub(crate) async fn engines(gateway: GatewayFixture, specs: &[EngineSpec]) -> Self {
         let deployment = TestDeployment::engines(specs).await;
         deployment.write_workers().unwrap();
-        let workers = deployment
-            .engines
-            .iter()
-            .map(|engine| engine.address)
-            .collect();
-        Self {
-            deployment,
-            gateway,
-            port: FreePort::find().unwrap().release(),
-            workers,
-        }
+        let workers = deployment.addresses();
+        Self::of(deployment, gateway, workers)
     }
 
     /// Like [`GatewayTestbed::engines`], for workers that the test has started.
     pub(crate) async fn workers(gateway: GatewayFixture, workers: &[BurstEngine]) -> Self {
         let deployment = TestDeployment::engines(&[]).await;
         deployment
-            .write_worker_entries(&workers.iter().map(BurstEngine::entry).collect())
+            .write_worker_entries(&BurstEngine::entries(workers))
             .unwrap();
-        let workers = workers.iter().map(|worker| worker.address).collect();
+        Self::of(deployment, gateway, BurstEngine::addresses(workers))
+    }
+
+    fn of(deployment: TestDeployment, gateway: GatewayFixture, workers: Vec<SocketAddr>) -> Self {
         Self {
             deployment,
             gateway,

@@ -8,7 +8,7 @@ use crate::gateways::bed::GatewayTestbed;
 use crate::gateways::generated::{
     ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_BUFFERED,
 };
-use crate::support::deployment::{ChatAnswer, PATIENCE, TestDeployment, chat, essay, fast};
+use crate::support::deployment::{PATIENCE, RoutedAnswer, TestDeployment, chat, essay, fast};
 
 const TOPICS: usize = 6;
 /// Size of a long prompt in bytes.
@@ -26,16 +26,9 @@ fn long(topic: usize) -> String {
     text.repeat(LONG / text.len() + 1)
 }
 
-async fn send(deployment: &TestDeployment, client: &Client, body: &Value) -> ChatAnswer {
-    let answered = ChatAnswer::read(
-        client
-            .post(deployment.url("/v1/chat/completions"))
-            .json(body)
-            .send()
-            .await
-            .unwrap(),
-    )
-    .await;
+async fn send(deployment: &TestDeployment, client: &Client, body: &Value) -> RoutedAnswer {
+    let url = deployment.url("/v1/chat/completions");
+    let answered = RoutedAnswer::of(client.post(url).json(body)).await;
     answered.assert_exact();
     answered
 }
@@ -93,19 +86,10 @@ pub(crate) async fn chats_are_routed(gateway: GatewayFixture, config: GeneratedC
     assert_chats_routed(&bed).await;
 }
 
-macro_rules! generated {
-    ($($name:ident: $gateway:expr),+) => {$(
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-        async fn $name() {
-            chats_are_routed($gateway, $gateway.generated()).await;
-        }
-    )+};
-}
-
-generated! {
-    istio_with_authority_routes_chats: ISTIO,
-    istio_buffered_routes_chats: ISTIO_BUFFERED,
-    envoy_ai_gateway_routes_chats: ENVOY_AI_GATEWAY,
-    envoy_gateway_routes_chats: ENVOY_GATEWAY
+long_tests! {
+    istio_with_authority_routes_chats: chats_are_routed(ISTIO, ISTIO.generated()),
+    istio_buffered_routes_chats: chats_are_routed(ISTIO_BUFFERED, ISTIO_BUFFERED.generated()),
+    envoy_ai_gateway_routes_chats:
+        chats_are_routed(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.generated()),
+    envoy_gateway_routes_chats: chats_are_routed(ENVOY_GATEWAY, ENVOY_GATEWAY.generated()),
 }

@@ -33,16 +33,11 @@ async fn istio_routes_chats_in_plaintext() {
     assert_chats_routed(&bed).await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_routes_chats_over_tls() {
-    chats_are_routed(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped()).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_buffered_routes_chats_as_shipped() {
-    chats_are_routed(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped()).await;
+long_tests! {
+    istio_routes_chats_over_tls:
+        chats_are_routed(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped()),
+    istio_buffered_routes_chats_as_shipped:
+        chats_are_routed(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped()),
 }
 
 /// For a rule with a filter of type CORS, Istio generates no call to warmroute. The EnvoyFilter of
@@ -74,7 +69,7 @@ async fn istio_buffered_passes_bodies_of_32_mib() {
     for (megabytes, status) in [(12, 200), (31, 200), (33, 413)] {
         let body = chat(&"four".repeat(megabytes << 18));
         assert_eq!(
-            bed.post("/v1/chat/completions", &body).await.status(),
+            bed.post("/v1/chat/completions", &body).await.status,
             status,
             "{megabytes} MiB"
         );

@@ -1,10 +1,8 @@
 //! Many concurrent streams, overloaded engines, and a dead worker.
 
-use std::process::Command;
 
 use futures_util::StreamExt as _;
 use futures_util::stream;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Value, json};
 use warmroute_testbed::ports::until;
 
@@ -14,32 +12,21 @@ use crate::gateways::generated::{
     ISTIO_BUFFERED,
 };
 use crate::shipped::bursts::{BurstEngine, EVENTS, PACED};
-use crate::support::deployment::{ChatAnswer, PATIENCE, chat, essay, fast};
+use crate::support::deployment::{PATIENCE, chat, essay, fast};
+use crate::support::raise_open_file_limit;
 
 /// More than the 1024 concurrent requests that Envoy allows by default.
 const STREAMS: usize = 1300;
 
-/// Opens streams that are all active at the same time. Returns their statuses.
-async fn open_streams(gateway: GatewayFixture, config: GeneratedConfig) -> Vec<u16> {
-    let files = getrlimit(Resource::Nofile);
-    setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: files.maximum,
-            maximum: files.maximum,
-        },
-    )
-    .unwrap();
-    let workers = [
-        BurstEngine::start(1).await,
-        BurstEngine::start(2).await,
-        BurstEngine::start(3).await,
-    ];
+/// Opens streams that are all active at the same time. Returns the number of those that failed.
+async fn failed_streams(gateway: GatewayFixture, config: GeneratedConfig) -> usize {
+    raise_open_file_limit();
+    let workers = BurstEngine::start_all(3).await;
     let mut bed = GatewayTestbed::workers(gateway, &workers).await;
     bed.start(config).await;
     let send = async |at: usize| {
         let body = chat(&format!("{at}"));
-        let request = bed.http.post(bed.url("/v1/chat/completions")).json(&body);
+        let request = bed.request("/v1/chat/completions", &body);
         // The headers arrive at once. The events arrive when the test releases them.
         request
             .header(EVENTS, 3)
@@ -53,54 +40,32 @@ async fn open_streams(gateway: GatewayFixture, config: GeneratedConfig) -> Vec<u
         .buffer_unordered(50)
         .collect()
         .await;
-    let statuses = responses
-        .iter()
-        .map(|response| response.status().as_u16())
-        .collect();
-    workers
-        .iter()
-        .for_each(|worker| worker.event_permits.add_permits(4 * STREAMS));
+    let failed = responses.iter().filter(|response| response.status() != 200);
+    let failed = failed.count();
+    BurstEngine::permit(&workers, 4 * STREAMS);
     for response in responses {
         response.bytes().await.unwrap();
     }
     bed.idle().await;
-    statuses
+    failed
 }
 
-fn failed(statuses: &[u16]) -> usize {
-    statuses.iter().filter(|status| **status != 200).count()
+async fn serves_all_streams(gateway: GatewayFixture) {
+    assert_eq!(failed_streams(gateway, gateway.shipped()).await, 0);
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_serves_1300_streams_at_once() {
-    assert_eq!(
-        failed(&open_streams(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped()).await),
-        0
-    );
+/// The shipped manifests raise the limit of the generated configuration.
+async fn serves_all_streams_only_as_shipped(gateway: GatewayFixture) {
+    serves_all_streams(gateway).await;
+    let failed = failed_streams(gateway, gateway.generated()).await;
+    assert_eq!(failed, STREAMS - 1024);
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn envoy_ai_gateway_serves_1300_streams_at_once() {
-    assert_eq!(
-        failed(&open_streams(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped()).await),
-        0
-    );
-    // The limit that the shipped manifests raise.
-    assert_eq!(
-        failed(&open_streams(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.generated()).await),
-        STREAMS - 1024
-    );
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn envoy_gateway_serves_1300_streams_at_once() {
-    assert_eq!(
-        failed(&open_streams(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped()).await),
-        0
-    );
+long_tests! {
+    istio_serves_1300_streams_at_once: serves_all_streams(ISTIO_AS_GENERATED),
+    envoy_ai_gateway_serves_1300_streams_at_once:
+        serves_all_streams_only_as_shipped(ENVOY_AI_GATEWAY),
+    envoy_gateway_serves_1300_streams_at_once: serves_all_streams(ENVOY_GATEWAY),
 }
 
 /// Runs `warmroute doctor` on Envoy. Returns level and check of its findings.
@@ -110,28 +75,11 @@ async fn findings(gateway: GatewayFixture) -> Vec<(String, String)> {
     warmroute["requests"]["limits"] = json!({});
     bed.start_router(&warmroute).await.unwrap();
     bed.start_envoy(gateway.shipped()).await;
-    let mut doctor = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-    doctor
-        .args([
-            "doctor",
-            "--json",
-            "--no-canary",
-            "--timeout",
-            "1s",
-            "--config",
-        ])
-        .arg(bed.run_dir.join("warmroute.yaml"));
-    doctor.args(["--envoy-admin", &bed.envoy_setup().admin_url("")]);
-    let output = tokio::task::spawn_blocking(move || doctor.output().unwrap())
-        .await
-        .unwrap();
-    let findings: Value =
-        serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+    let admin = bed.envoy_setup().admin_url("");
+    let config = bed.run_dir.join("warmroute.yaml");
+    let output = crate::doctor::bed::doctor(&config, &["--no-canary", "--envoy-admin", &admin]).await;
     let text = |finding: &Value, key: &str| finding[key].as_str().unwrap().to_owned();
-    let findings = findings["findings"]
-        .as_array()
-        .unwrap_or_else(|| panic!("{findings}"))
-        .iter();
+    let findings = output.findings.iter();
     findings
         .map(|finding| (text(finding, "level"), text(finding, "check")))
         .collect()
@@ -169,8 +117,7 @@ async fn overloaded_engines_stay(gateway: GatewayFixture) {
     let mut bed = GatewayTestbed::engines(gateway, &refusing).await;
     bed.start(gateway.shipped()).await;
     for topic in 0..12 {
-        let answered =
-            ChatAnswer::read(bed.post("/v1/chat/completions", &chat(&essay(topic))).await).await;
+        let answered = bed.ask(&essay(topic)).await;
         assert_eq!(answered.status, 503, "{answered:?}");
         assert!(
             !answered.header("x-envoy-upstream-service-time").is_empty(),
@@ -187,16 +134,9 @@ async fn overloaded_engines_stay(gateway: GatewayFixture) {
     );
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn overloaded_engines_stay_behind_envoy_ai_gateway() {
-    overloaded_engines_stay(ENVOY_AI_GATEWAY).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn overloaded_engines_stay_behind_envoy_gateway() {
-    overloaded_engines_stay(ENVOY_GATEWAY).await;
+long_tests! {
+    overloaded_engines_stay_behind_envoy_ai_gateway: overloaded_engines_stay(ENVOY_AI_GATEWAY),
+    overloaded_engines_stay_behind_envoy_gateway: overloaded_engines_stay(ENVOY_GATEWAY),
 }
 
 /// Counts the requests that fail with 503 until the dead worker gets no more requests. Workers of
@@ -224,7 +164,7 @@ async fn failed_after_worker_kill(gateway: GatewayFixture) -> usize {
         let answered = bed.complete(&essay(topic)).await;
         match answered.status.as_u16() {
             200 => {
-                assert_ne!(answered.engine(), "2");
+                assert_ne!(answered.engine(), 2);
                 row += 1;
             }
             503 => {
@@ -235,39 +175,24 @@ async fn failed_after_worker_kill(gateway: GatewayFixture) -> usize {
         }
     }
     // The restarted worker serves requests again.
-    let programs = bed.programs.clone();
-    let run_dir = bed.run_dir.clone();
-    bed.engines[1].restart(&programs, &run_dir).await.unwrap();
+    bed.restart_engine(1).await;
     let used = until(PATIENCE, async || {
         topic += 1;
-        bed.complete(&essay(topic)).await.engine() == "2"
+        bed.complete(&essay(topic)).await.engine() == 2
     });
     assert!(used.await, "{}", bed.router_log());
     failed
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_retries_at_another_worker() {
-    assert_eq!(failed_after_worker_kill(ISTIO_AS_GENERATED).await, 0);
+async fn retries_at_another_worker(gateway: GatewayFixture) {
+    assert_eq!(failed_after_worker_kill(gateway).await, 0);
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_with_authority_retries_at_another_worker() {
-    assert_eq!(failed_after_worker_kill(ISTIO).await, 0);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_buffered_retries_at_another_worker() {
-    assert_eq!(failed_after_worker_kill(ISTIO_BUFFERED).await, 0);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn envoy_gateway_retries_at_another_worker() {
-    assert_eq!(failed_after_worker_kill(ENVOY_GATEWAY).await, 0);
+long_tests! {
+    istio_retries_at_another_worker: retries_at_another_worker(ISTIO_AS_GENERATED),
+    istio_with_authority_retries_at_another_worker: retries_at_another_worker(ISTIO),
+    istio_buffered_retries_at_another_worker: retries_at_another_worker(ISTIO_BUFFERED),
+    envoy_gateway_retries_at_another_worker: retries_at_another_worker(ENVOY_GATEWAY),
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use reqwest::RequestBuilder;
 use warmroute_testbed::ports::until;
 
@@ -72,9 +73,7 @@ struct ClientReply {
 }
 
 fn request(bed: &GatewayTestbed, topic: usize) -> RequestBuilder {
-    bed.http
-        .post(bed.url("/v1/chat/completions"))
-        .json(&chat(&essay(topic)))
+    bed.request("/v1/chat/completions", &chat(&essay(topic)))
 }
 
 /// Sends ten requests per second without waiting for responses.
@@ -99,11 +98,12 @@ fn send_all(bed: &GatewayTestbed, count: usize) -> Vec<tokio::task::JoinHandle<C
 }
 
 async fn all(sent: Vec<tokio::task::JoinHandle<ClientReply>>) -> Vec<ClientReply> {
-    let mut replies = Vec::new();
-    for reply in sent {
-        replies.push(reply.await.unwrap());
-    }
-    replies
+    let replies = join_all(sent).await;
+    replies.into_iter().map(Result::unwrap).collect()
+}
+
+async fn wait_routed(bed: &GatewayTestbed) {
+    assert!(until(PATIENCE, async || is_routed(bed).await).await);
 }
 
 async fn is_routed(bed: &GatewayTestbed) -> bool {
@@ -138,7 +138,7 @@ async fn killed(bed: &mut GatewayTestbed, workers: &[BurstEngine], expected: Exp
     let slowest = replies.iter().map(|reply| reply.took).max().unwrap();
     assert!(slowest < 4 * SECOND, "{replies:?}");
     bed.start_warmroute().await;
-    assert!(until(PATIENCE, async || is_routed(bed).await).await);
+    wait_routed(bed).await;
     let replies = all(send_all(bed, 10)).await;
     assert!(
         replies.iter().all(|reply| reply.status == 200),
@@ -187,7 +187,7 @@ async fn frozen(bed: &mut GatewayTestbed, workers: &[BurstEngine], expected: Exp
             bed.router().unwrap().thaw();
         }
     }
-    assert!(until(PATIENCE, async || is_routed(bed).await).await);
+    wait_routed(bed).await;
 }
 
 async fn absent(bed: &mut GatewayTestbed, config: GeneratedConfig, expected: ExpectedOutage) {
@@ -201,29 +201,26 @@ async fn assert_outages(
     config: GeneratedConfig,
     expected: ExpectedOutage,
 ) {
-    let workers = [
-        BurstEngine::start(1).await,
-        BurstEngine::start(2).await,
-        BurstEngine::start(3).await,
-    ];
+    let workers = BurstEngine::start_all(3).await;
     let mut bed = GatewayTestbed::workers(gateway, &workers).await;
     bed.start(config.clone()).await;
-    assert!(until(PATIENCE, async || is_routed(&bed).await).await);
+    wait_routed(&bed).await;
     killed(&mut bed, &workers, expected).await;
     frozen(&mut bed, &workers, expected).await;
     absent(&mut bed, config, expected).await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_fails_open_as_documented() {
-    assert_outages(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped(), FAIL_OPEN).await;
+async fn outages_of_shipped(gateway: GatewayFixture, expected: ExpectedOutage) {
+    assert_outages(gateway, gateway.shipped(), expected).await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_with_authority_fails_open_as_documented() {
-    assert_outages(ISTIO, ISTIO.shipped(), FAIL_OPEN).await;
+long_tests! {
+    istio_fails_open_as_documented: outages_of_shipped(ISTIO_AS_GENERATED, FAIL_OPEN),
+    istio_with_authority_fails_open_as_documented: outages_of_shipped(ISTIO, FAIL_OPEN),
+    istio_buffered_serves_every_request_without_warmroute:
+        outages_of_shipped(ISTIO_BUFFERED, BUFFERED),
+    envoy_ai_gateway_fails_as_documented: outages_of_shipped(ENVOY_AI_GATEWAY, AI_GATEWAY),
+    envoy_gateway_fails_as_documented: outages_of_shipped(ENVOY_GATEWAY, FAIL_CLOSE),
 }
 
 /// The pool has `failureMode: FailClose`.
@@ -236,22 +233,4 @@ async fn istio_fails_closed_as_documented() {
         route.pointer_mut(filter).unwrap()["failure_mode_allow"] = false.into();
     }
     assert_outages(ISTIO_AS_GENERATED, config, FAIL_CLOSE).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_buffered_serves_every_request_without_warmroute() {
-    assert_outages(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped(), BUFFERED).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn envoy_ai_gateway_fails_as_documented() {
-    assert_outages(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped(), AI_GATEWAY).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn envoy_gateway_fails_as_documented() {
-    assert_outages(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped(), FAIL_CLOSE).await;
 }

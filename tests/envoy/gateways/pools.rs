@@ -1,7 +1,6 @@
 //! Two pools behind one warmroute, each with its own Service. `routing.pool_routes.authorities`
 //! keeps requests in the pool of their route.
 
-use reqwest::Client;
 use serde_json::{Value, json};
 
 use crate::gateways::bed::GatewayTestbed;
@@ -9,7 +8,7 @@ use crate::gateways::generated::{
     ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED,
     ISTIO_BUFFERED,
 };
-use crate::support::deployment::{ChatAnswer, chat, essay, fast};
+use crate::support::deployment::{RoutedAnswer, chat, essay, fast};
 use crate::support::manifest_set::ManifestSet;
 
 const POOLS: [&str; 2] = ["vllm-qwen", "vllm-qwen-batch"];
@@ -72,32 +71,24 @@ fn with_second_pool(gateway: GatewayFixture) -> GeneratedConfig {
 }
 
 /// Sends a prompt to one pool. Returns the pool that served it.
-async fn serving_pool(
-    bed: &GatewayTestbed,
-    client: &Client,
-    prompt: &str,
-    pool: usize,
-) -> (usize, ChatAnswer) {
-    let mut request = client
-        .post(bed.url("/v1/chat/completions"))
-        .json(&chat(prompt));
+async fn serving_pool(bed: &GatewayTestbed, prompt: &str, pool: usize) -> (usize, RoutedAnswer) {
+    let mut request = bed.request("/v1/chat/completions", &chat(prompt));
     if pool == 1 {
         request = request.header("x-tier", "batch");
     }
-    let answered = ChatAnswer::read(request.send().await.unwrap()).await;
-    assert_eq!(answered.status, 200, "{answered:?}");
-    let serving = usize::from(answered.engine() > "2");
-    (serving, answered)
+    let answered = RoutedAnswer::of(request).await;
+    (usize::from(answered.engine() > 2), answered)
 }
 
 /// Sends each prompt to both pools. Counts the requests that another pool, or another worker than
 /// the chosen one, served.
-async fn served_by_another(bed: &GatewayTestbed, client: &Client) -> usize {
+async fn served_by_another(bed: &GatewayTestbed) -> usize {
     let mut strays = 0;
     for topic in 0..PROMPTS {
         for pool in [0, 1] {
-            let (serving, answered) = serving_pool(bed, client, &essay(topic), pool).await;
-            let moved = answered.engine() != answered.header("x-received-worker-instance-id");
+            let (serving, answered) = serving_pool(bed, &essay(topic), pool).await;
+            let received = answered.header("x-received-worker-instance-id");
+            let moved = answered.engine().to_string() != received;
             strays += usize::from(serving != pool || moved);
         }
     }
@@ -122,8 +113,7 @@ async fn assert_pools_are_separate(gateway: GatewayFixture) {
         &second_name(gateway.workers),
     );
     bed.start_envoy(config).await;
-    let client = bed.http.clone();
-    assert_eq!(served_by_another(&bed, &client).await, 0);
+    assert_eq!(served_by_another(&bed).await, 0);
     bed.idle().await;
     let page = bed.metrics().await;
     assert_eq!(
@@ -134,35 +124,13 @@ async fn assert_pools_are_separate(gateway: GatewayFixture) {
     );
     // The same requests without `routing.pool_routes`.
     bed.start_warmroute().await;
-    assert_ne!(served_by_another(&bed, &client).await, 0);
+    assert_ne!(served_by_another(&bed).await, 0);
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_confines_requests_to_their_pool() {
-    assert_pools_are_separate(ISTIO_AS_GENERATED).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_with_authority_confines_requests_to_their_pool() {
-    assert_pools_are_separate(ISTIO).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn istio_buffered_confines_requests_to_their_pool() {
-    assert_pools_are_separate(ISTIO_BUFFERED).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn envoy_ai_gateway_confines_requests_to_their_pool() {
-    assert_pools_are_separate(ENVOY_AI_GATEWAY).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn envoy_gateway_confines_requests_to_their_pool() {
-    assert_pools_are_separate(ENVOY_GATEWAY).await;
+long_tests! {
+    istio_confines_requests_to_their_pool: assert_pools_are_separate(ISTIO_AS_GENERATED),
+    istio_with_authority_confines_requests_to_their_pool: assert_pools_are_separate(ISTIO),
+    istio_buffered_confines_requests_to_their_pool: assert_pools_are_separate(ISTIO_BUFFERED),
+    envoy_ai_gateway_confines_requests_to_their_pool: assert_pools_are_separate(ENVOY_AI_GATEWAY),
+    envoy_gateway_confines_requests_to_their_pool: assert_pools_are_separate(ENVOY_GATEWAY),
 }

@@ -8,13 +8,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body::Frame;
 use reqwest::header::{HeaderMap, HeaderValue};
-use serde_json::Value;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::mpsc;
 
 use crate::routing::bed::SOON;
+use crate::support::deployment::RoutedAnswer;
 
 /// Framing and pacing of a request body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,34 +45,6 @@ impl UploadRequest {
     };
 }
 
-/// Response that a client received.
-#[derive(Clone, Debug)]
-pub(crate) struct UploadResponse {
-    pub(crate) status: u16,
-    head: Vec<(String, String)>,
-    pub(crate) body: Vec<u8>,
-    /// The response is complete.
-    pub(crate) whole: bool,
-}
-
-impl UploadResponse {
-    /// Returns a header, or an empty string.
-    pub(crate) fn header(&self, name: &str) -> &str {
-        self.head
-            .iter()
-            .find(|(key, _)| key.eq_ignore_ascii_case(name))
-            .map_or("", |(_, value)| value)
-    }
-
-    pub(crate) fn mode(&self) -> &str {
-        self.header("x-warmroute-mode")
-    }
-
-    pub(crate) fn json(&self) -> Value {
-        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {self:?}"))
-    }
-}
-
 /// HTTP/1.1 client with its own connection.
 pub(crate) struct Http1Client {
     pub(crate) stream: TcpStream,
@@ -98,7 +70,7 @@ impl Http1Client {
     }
 
     /// Ends a chunked body and reads the response.
-    pub(crate) async fn end(mut self) -> UploadResponse {
+    pub(crate) async fn end(mut self) -> RoutedAnswer {
         self.stream.write_all(b"0\r\n\r\n").await.unwrap();
         let (mut reading, _writing) = self.stream.into_split();
         read(&mut reading, Vec::new()).await
@@ -113,7 +85,7 @@ fn checked() -> HeaderMap {
 }
 
 /// Sends a request with HTTP/1.1. Panics if the response takes too long.
-pub(crate) async fn http1(port: u16, body: &[u8], upload: UploadRequest) -> UploadResponse {
+pub(crate) async fn http1(port: u16, body: &[u8], upload: UploadRequest) -> RoutedAnswer {
     let mut headers = match upload.sized {
         true => format!("content-length: {}\r\n", body.len()),
         false => "transfer-encoding: chunked\r\n".to_owned(),
@@ -160,7 +132,7 @@ pub(crate) async fn http1(port: u16, body: &[u8], upload: UploadRequest) -> Uplo
     got
 }
 
-async fn read(reading: &mut OwnedReadHalf, mut raw: Vec<u8>) -> UploadResponse {
+async fn read(reading: &mut OwnedReadHalf, mut raw: Vec<u8>) -> RoutedAnswer {
     // A connection is reset after the whole response, or without a response.
     let read = tokio::time::timeout(SOON, reading.read_to_end(&mut raw)).await;
     assert!(
@@ -171,46 +143,41 @@ async fn read(reading: &mut OwnedReadHalf, mut raw: Vec<u8>) -> UploadResponse {
     parse(&raw)
 }
 
-fn parse(raw: &[u8]) -> UploadResponse {
+fn parse(raw: &[u8]) -> RoutedAnswer {
     let text = String::from_utf8_lossy(raw);
     let Some(at) = raw.windows(4).position(|four| four == b"\r\n\r\n") else {
         panic!("no response: {text:?}")
     };
     let head = String::from_utf8_lossy(&raw[..at]).into_owned();
     let mut lines = head.lines();
-    let status = lines
-        .next()
-        .unwrap()
-        .split(' ')
-        .nth(1)
-        .unwrap()
-        .parse()
-        .unwrap();
+    let status = lines.next().unwrap().split(' ').nth(1).unwrap();
     let pair = |line: &str| {
-        line.split_once(": ")
-            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        let (key, value) = line.split_once(": ")?;
+        Some((key.parse().unwrap(), value.parse().unwrap()))
     };
-    let mut got = UploadResponse {
-        status,
-        head: lines.filter_map(pair).collect(),
-        body: Vec::new(),
-        whole: false,
-    };
-    let mut rest = &raw[at + 4..];
-    if let Ok(length) = got.header("content-length").parse::<usize>() {
-        (got.body, got.whole) = (rest.to_vec(), rest.len() == length);
-        return got;
+    let headers: HeaderMap = lines.filter_map(pair).collect();
+    let (body, is_whole) = body_of(&headers, &raw[at + 4..]);
+    RoutedAnswer::of_parts(status.parse().unwrap(), headers, body, !is_whole)
+}
+
+/// Returns the body of a response, and true if it is complete.
+fn body_of(headers: &HeaderMap, mut rest: &[u8]) -> (Vec<u8>, bool) {
+    if let Some(length) = headers.get("content-length") {
+        let length = length.to_str().unwrap().parse::<usize>();
+        return (rest.to_vec(), length == Ok(rest.len()));
     }
+    let mut body = Vec::new();
+    let mut is_whole = false;
     while let Some(end) = rest.windows(2).position(|two| two == b"\r\n") {
         let size = usize::from_str_radix(std::str::from_utf8(&rest[..end]).unwrap(), 16).unwrap();
         let Some(data) = rest[end + 2..].get(..size) else {
             break;
         };
-        got.whole = size == 0;
-        got.body.extend_from_slice(data);
+        is_whole = size == 0;
+        body.extend_from_slice(data);
         rest = rest.get(end + 4 + size..).unwrap_or_default();
     }
-    got
+    (body, is_whole)
 }
 
 /// HTTP/2 body that is sent in chunks.
@@ -260,11 +227,11 @@ fn pieces(body: &[u8], upload: UploadRequest) -> reqwest::Body {
 }
 
 /// Sends a request with HTTP/2.
-pub(crate) async fn http2(port: u16, body: &[u8], upload: UploadRequest) -> UploadResponse {
+pub(crate) async fn http2(port: u16, body: &[u8], upload: UploadRequest) -> RoutedAnswer {
     post2(port, upload.expect, pieces(body, upload)).await
 }
 
-async fn post2(port: u16, expect: bool, body: reqwest::Body) -> UploadResponse {
+async fn post2(port: u16, expect: bool, body: reqwest::Body) -> RoutedAnswer {
     let client = warmroute_runtime::tls::http_client_builder()
         .timeout(SOON)
         .http2_prior_knowledge()
@@ -277,31 +244,5 @@ async fn post2(port: u16, expect: bool, body: reqwest::Body) -> UploadResponse {
     }
     let response = request.body(body).send().await.unwrap();
     assert_eq!(response.version(), reqwest::Version::HTTP_2);
-    take(response).await
-}
-
-/// Reads a response up to its end or its first error.
-pub(crate) async fn take(mut response: reqwest::Response) -> UploadResponse {
-    let text = |value: &HeaderValue| value.to_str().unwrap().to_owned();
-    let head = response
-        .headers()
-        .iter()
-        .map(|(name, value)| (name.to_string(), text(value)))
-        .collect();
-    let mut got = UploadResponse {
-        status: response.status().as_u16(),
-        head,
-        body: Vec::new(),
-        whole: false,
-    };
-    loop {
-        match response.chunk().await {
-            Ok(Some(chunk)) => got.body.extend_from_slice(&chunk),
-            Ok(None) => {
-                got.whole = true;
-                return got;
-            }
-            Err(_) => return got,
-        }
-    }
+    RoutedAnswer::read(response).await
 }

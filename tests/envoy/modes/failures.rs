@@ -2,13 +2,13 @@
 //! and recovery afterwards.
 
 use futures_util::future::join_all;
-use reqwest::Response;
 use serde_json::{Value, json};
+use tokio::task::JoinHandle;
 use warmroute_testbed::ports::until;
 
-use crate::modes::client::{UploadResponse, take};
 use crate::modes::gateway::{ConnectionManager, ManagerChange, ModeGateway};
 use crate::routing::bed::{SOON, chat, engine, stream};
+use crate::support::deployment::RoutedAnswer;
 
 /// An Envoy configuration and the expected outcomes for clients.
 struct FailureRow {
@@ -37,107 +37,87 @@ fn without_responses(manager: &mut ConnectionManager) {
     ]);
 }
 
+const fn row(
+    name: &'static str,
+    change: fn(&mut ConnectionManager),
+    [held, between, middle, down, frozen]: [&'static str; 5],
+) -> FailureRow {
+    FailureRow {
+        name,
+        change,
+        held,
+        between,
+        middle,
+        down,
+        frozen,
+    }
+}
+
 const ROWS: [FailureRow; 9] = [
-    FailureRow {
-        name: "buffered, open",
-        change: |_| {},
-        held: "whole",
-        between: "whole",
-        middle: "whole",
-        down: "whole",
-        frozen: "whole",
-    },
-    FailureRow {
-        name: "buffered, closed",
-        change: closed,
-        held: "500",
-        between: "500",
-        middle: "cut",
-        down: "500",
-        frozen: "504",
-    },
-    FailureRow {
-        name: "buffered, closed, no response messages",
-        change: |manager| {
+    row(
+        "buffered, open",
+        |_| {},
+        ["whole", "whole", "whole", "whole", "whole"],
+    ),
+    row(
+        "buffered, closed",
+        closed,
+        ["500", "500", "cut", "500", "504"],
+    ),
+    row(
+        "buffered, closed, no response messages",
+        |manager| {
             closed(manager);
             without_responses(manager);
         },
-        held: "500",
-        between: "500",
-        middle: "cut",
-        down: "500",
-        frozen: "504",
-    },
-    FailureRow {
-        name: "duplex, open, no response messages",
-        change: |manager| {
+        ["500", "500", "cut", "500", "504"],
+    ),
+    row(
+        "duplex, open, no response messages",
+        |manager| {
             manager.duplex();
             without_responses(manager);
         },
-        held: "500",
-        between: "whole",
-        middle: "whole",
-        down: "500",
-        frozen: "500",
-    },
-    FailureRow {
-        name: "duplex, open",
-        change: ConnectionManager::duplex,
-        held: "500",
-        between: "500",
-        middle: "cut",
-        down: "500",
-        frozen: "500",
-    },
-    FailureRow {
-        name: "duplex, closed",
-        change: |manager| {
+        ["500", "whole", "whole", "500", "500"],
+    ),
+    row(
+        "duplex, open",
+        ConnectionManager::duplex,
+        ["500", "500", "cut", "500", "500"],
+    ),
+    row(
+        "duplex, closed",
+        |manager| {
             closed(manager);
             manager.duplex();
         },
-        held: "500",
-        between: "500",
-        middle: "cut",
-        down: "500",
-        frozen: "500",
-    },
-    FailureRow {
-        name: "responses streamed, open",
-        change: |manager| {
+        ["500", "500", "cut", "500", "500"],
+    ),
+    row(
+        "responses streamed, open",
+        |manager| {
             manager.remove_first_token_probe();
             manager.modes(&[("response_body_mode", "STREAMED")]);
         },
-        held: "whole",
-        between: "whole",
-        middle: "whole",
-        down: "whole",
-        frozen: "whole",
-    },
-    FailureRow {
-        name: "duplex both ways, open",
-        change: |manager| {
+        ["whole", "whole", "whole", "whole", "whole"],
+    ),
+    row(
+        "duplex both ways, open",
+        |manager| {
             manager.remove_first_token_probe();
             manager.duplex();
             manager.modes(&[("response_body_mode", "FULL_DUPLEX_STREAMED")]);
         },
-        held: "500",
-        between: "500",
-        middle: "cut",
-        down: "500",
-        frozen: "500",
-    },
-    FailureRow {
-        name: "request buffered, response duplex, open",
-        change: |manager| {
+        ["500", "500", "cut", "500", "500"],
+    ),
+    row(
+        "request buffered, response duplex, open",
+        |manager| {
             manager.remove_first_token_probe();
             manager.modes(&[("response_body_mode", "FULL_DUPLEX_STREAMED")]);
         },
-        held: "whole",
-        between: "whole",
-        middle: "cut",
-        down: "whole",
-        frozen: "whole",
-    },
+        ["whole", "whole", "cut", "whole", "whole"],
+    ),
 ];
 
 /// Starts listeners for all rows, and again for all rows with a short message timeout.
@@ -169,53 +149,51 @@ fn config() -> Value {
     })
 }
 
-fn outcome(got: &UploadResponse) -> String {
-    match got.status {
-        200 if got.whole && !got.header("content-type").starts_with("text/event-stream") => {
+fn outcome(got: &RoutedAnswer) -> String {
+    let is_stream = got.header("content-type").starts_with("text/event-stream");
+    match got.status.as_u16() {
+        200 if !got.cut && (!is_stream || got.text.ends_with("data: [DONE]\n\n")) => {
             "whole".to_owned()
         }
-        200 if got.whole && got.body.ends_with(b"data: [DONE]\n\n") => "whole".to_owned(),
         200 => "cut".to_owned(),
         status => status.to_string(),
     }
 }
 
 impl ModeGateway {
-    async fn post_to(&self, listener: usize, body: &Value) -> Response {
-        self.http
-            .post(self.at(listener, "/v1/chat/completions"))
-            .json(body)
-            .send()
-            .await
-            .unwrap()
-    }
-
     /// Returns the outcome of a request to each listener from `first` on.
     async fn outcomes(&self, first: usize, body: &Value) -> Vec<String> {
         let requests = (first..first + ROWS.len())
-            .map(async |at| outcome(&take(self.post_to(at, body).await).await));
+            .map(async |at| outcome(&RoutedAnswer::begun(self.chat_to(at, body)).await));
         join_all(requests).await
     }
 
     /// Waits until a cluster of Envoy has this many requests in flight.
     async fn wait_active(&self, cluster: &str, wanted: usize) {
         let what = format!("cluster.{cluster}.upstream_rq_active");
+        let mut active = 0;
         let reached = until(SOON, async || {
-            self.envoy_counts(&what).await == wanted as u64
-        })
-        .await;
-        assert!(
-            reached,
-            "{} in flight, not {wanted}",
-            self.envoy_counts(&what).await
-        );
+            active = self.envoy_stat(&what).await;
+            active == wanted as u64
+        });
+        assert!(reached.await, "{active} in flight, not {wanted}");
+    }
+
+    /// Sends a chat to the listener of each row in the background.
+    fn send_to_rows(&self, question: &str) -> Vec<JoinHandle<String>> {
+        let send = |at| {
+            let request = self.chat_to(at, &chat(question));
+            tokio::spawn(async move { outcome(&RoutedAnswer::begun(request).await) })
+        };
+        (0..ROWS.len()).map(send).collect()
     }
 
     /// Asserts that requests to each listener are routed exactly and leave no booking.
     async fn assert_recovered(&self) {
         let served = (0..self.ports.len()).map(async |listener| {
             let exact = async || {
-                let got = take(self.post_to(listener, &chat("are you there?")).await).await;
+                let request = self.chat_to(listener, &chat("are you there?"));
+                let got = RoutedAnswer::begun(request).await;
                 // If Envoy sends no response messages, warmroute cannot add the header with the
                 // mode.
                 got.status == 200 && ["exact", ""].contains(&got.mode())
@@ -255,6 +233,11 @@ fn assert_rows(when: &str, outcomes: &[String], expected: impl Fn(&FailureRow) -
     );
 }
 
+async fn joined(requests: Vec<JoinHandle<String>>) -> Vec<String> {
+    let outcomes = join_all(requests).await;
+    outcomes.into_iter().map(Result::unwrap).collect()
+}
+
 async fn hold_tokens(gateway: &ModeGateway, hold: bool) {
     for id in [1, 2] {
         gateway.set_first_tokens(id, !hold).await;
@@ -266,24 +249,10 @@ async fn hold_tokens(gateway: &ModeGateway, hold: bool) {
 async fn kill_during_requests() {
     let mut gateway = gateway().await;
     gateway.stack.router().unwrap().freeze();
-    let requests: Vec<_> = (0..ROWS.len())
-        .map(|at| {
-            let request = gateway
-                .http
-                .post(gateway.at(at, "/v1/chat/completions"))
-                .json(&chat("held"));
-            tokio::spawn(async move { outcome(&take(request.send().await.unwrap()).await) })
-        })
-        .collect();
+    let requests = gateway.send_to_rows("held");
     gateway.wait_active("ext_proc", ROWS.len()).await;
     let outcomes = gateway
-        .kill_and_restart(async |_| {
-            join_all(requests)
-                .await
-                .into_iter()
-                .map(Result::unwrap)
-                .collect()
-        })
+        .kill_and_restart(async |_| joined(requests).await)
         .await;
     assert_rows("held", &outcomes, |row| row.held);
 }
@@ -292,23 +261,11 @@ async fn kill_during_requests() {
 async fn kill_between_request_and_response() {
     let mut gateway = gateway().await;
     hold_tokens(&gateway, true).await;
-    let requests: Vec<_> = (0..ROWS.len())
-        .map(|at| {
-            let request = gateway
-                .http
-                .post(gateway.at(at, "/v1/chat/completions"))
-                .json(&chat("between"));
-            tokio::spawn(async move { outcome(&take(request.send().await.unwrap()).await) })
-        })
-        .collect();
+    let requests = gateway.send_to_rows("between");
     gateway.wait_active("workers", ROWS.len()).await;
     let outcomes = async |gateway: &ModeGateway| {
         hold_tokens(gateway, false).await;
-        join_all(requests)
-            .await
-            .into_iter()
-            .map(Result::unwrap)
-            .collect()
+        joined(requests).await
     };
     let outcomes = gateway.kill_and_restart(outcomes).await;
     assert_rows("between", &outcomes, |row| row.between);
@@ -320,18 +277,16 @@ async fn kill_during_streams_and_downtime() {
     let mut gateway = gateway().await;
     let body = stream("middle", 12);
     let begun = (0..ROWS.len()).map(async |at| {
-        let mut response = gateway.post_to(at, &body).await;
+        let mut response = gateway.chat_to(at, &body).send().await.unwrap();
         response.chunk().await.unwrap().unwrap();
         response
     });
     let begun = join_all(begun).await;
     let outcomes = async |gateway: &ModeGateway| {
-        let mut outcomes = join_all(
-            begun
-                .into_iter()
-                .map(async |response| outcome(&take(response).await)),
-        )
-        .await;
+        let rest = begun
+            .into_iter()
+            .map(async |response| outcome(&RoutedAnswer::read(response).await));
+        let mut outcomes = join_all(rest).await;
         outcomes.extend(gateway.outcomes(0, &chat("down")).await);
         outcomes
     };

@@ -2,6 +2,7 @@
 
 use std::ops::Deref;
 
+use reqwest::RequestBuilder;
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::EngineSpec;
 use warmroute_testbed::ports::FreePort;
@@ -120,31 +121,16 @@ impl ModeGateway {
         Self { bed, ports }
     }
 
-    /// Returns a counter or gauge of Envoy.
-    pub(crate) async fn envoy_counts(&self, what: &str) -> u64 {
-        let url = self
-            .stack
-            .envoy_setup()
-            .admin_url(&format!("/stats?filter=^{what}$"));
-        let page = self
-            .http
-            .get(&url)
-            .send()
-            .await
-            .unwrap()
-            .text()
-            .await
-            .unwrap();
-        // Some counters do not exist before their first increment.
-        let Some(value) = page.trim().strip_prefix(what) else {
-            return 0;
-        };
-        value.trim_start_matches(": ").parse().unwrap()
-    }
-
     /// Returns a URL on a listener.
     pub(crate) fn at(&self, listener: usize, path: &str) -> String {
         format!("http://127.0.0.1:{}{path}", self.ports[listener])
+    }
+
+    /// Returns a chat request to a listener.
+    pub(crate) fn chat_to(&self, listener: usize, body: &Value) -> RequestBuilder {
+        self.http
+            .post(self.at(listener, "/v1/chat/completions"))
+            .json(body)
     }
 }
 

@@ -5,7 +5,8 @@ use futures_util::future::join_all;
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::MODEL;
 
-use crate::modes::client::{Http1Client, UploadResponse};
+use crate::support::deployment::RoutedAnswer;
+use crate::modes::client::Http1Client;
 use crate::modes::gateway::{ManagerChange, ModeGateway};
 use crate::modes::uploads::EnvoyBodyMode;
 use crate::modes::worker::{RecordingWorker, fingerprint};
@@ -27,8 +28,8 @@ fn long(topic: usize, words: usize) -> Vec<u8> {
         .into_bytes()
 }
 
-fn assert_whole(got: &UploadResponse, body: &[u8], mode: &str) {
-    assert!(got.status == 200 && got.whole, "{got:?}");
+fn assert_whole(got: &RoutedAnswer, body: &[u8], mode: &str) {
+    assert!(got.status == 200 && !got.cut, "{got:?}");
     assert_eq!(got.json()["xxh3"], json!(fingerprint(body)));
     assert_eq!(got.mode(), mode);
 }
@@ -47,11 +48,7 @@ async fn stalled_upload_is_routed_and_arrives_whole() {
         gateway
             .wait_load(1, "active_requests", |requests| requests == 1)
             .await;
-        gateway
-            .wait_metrics("bodies are buffered", |page| {
-                page.sum("buffered_body_bytes", &[]) == 0.0
-            })
-            .await;
+        gateway.wait_metric("buffered_body_bytes", &[], 0.0).await;
         for piece in body[9_000..].chunks(500) {
             client.chunk(piece).await;
         }
@@ -102,7 +99,7 @@ async fn bodies_above_total_limit_are_routed_early() {
         assert_whole(got, body, mode);
     }
     gateway.wait_idle().await;
-    assert_eq!(gateway.metrics().await.sum("buffered_body_bytes", &[]), 0.0);
+    assert_eq!(gateway.metric("buffered_body_bytes", &[]).await, 0.0);
 }
 
 fn unfinished(body: &Value) -> reqwest::Body {
@@ -119,13 +116,13 @@ async fn disconnects_in_full_duplex_leave_no_state() {
     let gateway = ModeGateway::start(&[engine(1)], busy, &changes()).await;
     gateway.set_first_tokens(1, false).await;
     for listener in 0..2 {
-        let post = || {
-            gateway
-                .http
-                .post(gateway.at(listener, "/v1/chat/completions"))
-        };
+        let post = |question: &Value| gateway.chat_to(listener, question);
         // The client disconnects during the upload.
-        let uploading = tokio::spawn(post().body(unfinished(&chat("uploading"))).send());
+        let uploading = tokio::spawn(
+            post(&Value::Null)
+                .body(unfinished(&chat("uploading")))
+                .send(),
+        );
         gateway
             .wait_metrics("a body is buffered", |page| {
                 page.sum("buffered_body_bytes", &[]) > 0.0
@@ -134,26 +131,18 @@ async fn disconnects_in_full_duplex_leave_no_state() {
         uploading.abort();
         gateway.wait_idle().await;
         // The client disconnects before its response begins, while another request is queued.
-        let waiting = tokio::spawn(post().json(&chat("waiting")).send());
+        let waiting = tokio::spawn(post(&chat("waiting")).send());
         gateway
             .wait_load(1, "active_requests", |requests| requests == 1)
             .await;
-        let queued = tokio::spawn(post().json(&chat("queued")).send());
-        gateway
-            .wait_metrics("one request is queued", |page| {
-                page.sum("queue_requests", &[]) == 1.0
-            })
-            .await;
+        let queued = tokio::spawn(post(&chat("queued")).send());
+        gateway.wait_metric("queue_requests", &[], 1.0).await;
         queued.abort();
-        gateway
-            .wait_metrics("no request is queued", |page| {
-                page.sum("queue_requests", &[]) == 0.0
-            })
-            .await;
+        gateway.wait_metric("queue_requests", &[], 0.0).await;
         waiting.abort();
         gateway.wait_idle().await;
         // The client disconnects during the stream.
-        let running = post().json(&stream("running", 3)).send().await.unwrap();
+        let running = post(&stream("running", 3)).send().await.unwrap();
         assert_eq!(gateway.load(1, "active_requests").await, 1);
         drop(running);
         gateway.wait_idle().await;

@@ -51,10 +51,7 @@ async fn subset_hint_of_envoy_is_followed() {
         for turn in 0..6 {
             let get = gateway.http.get(gateway.at(listener, "/v1/models"));
             let question = chat(&format!("{turn} {}", essay(listener)));
-            let post = gateway
-                .http
-                .post(gateway.at(listener, "/v1/chat/completions"))
-                .json(&question);
+            let post = gateway.chat_to(listener, &question);
             for request in [get, post] {
                 let answer = RoutedAnswer::of(request).await;
                 if allowed.is_empty() {
@@ -67,10 +64,12 @@ async fn subset_hint_of_envoy_is_followed() {
                 }
                 let chosen = answer.chosen();
                 assert!(allowed.contains(&chosen), "{hint}: {answer:?}");
-                let address = workers[usize::try_from(chosen).unwrap() - 1]
-                    .address
-                    .to_string();
-                assert_eq!(answer.json()["worker"], json!(address), "{hint}");
+                let worker = &workers[chosen as usize - 1];
+                assert_eq!(
+                    answer.json()["worker"],
+                    worker.address.to_string(),
+                    "{hint}"
+                );
                 served.insert(chosen);
             }
         }
@@ -141,9 +140,8 @@ async fn dead_worker_falls_back_and_booking_moves() {
     }
     assert_eq!(
         gateway
-            .metrics()
-            .await
-            .sum("served_endpoint_mismatches_total", &[]),
+            .metric("served_endpoint_mismatches_total", &[])
+            .await,
         2.0
     );
 }
@@ -165,20 +163,15 @@ async fn ipv6_workers_are_routed_exactly() {
     for listener in 0..changes.len() {
         for turn in 0..10 {
             let question = stream(&format!("{turn} {}", essay(listener)), 1);
-            let request = gateway
-                .http
-                .post(gateway.at(listener, "/v1/chat/completions"))
-                .json(&question);
+            let request = gateway.chat_to(listener, &question);
             let answer = RoutedAnswer::of(request).await;
             assert_eq!(
                 (answer.status.as_u16(), answer.mode()),
                 (200, "exact"),
                 "{answer:?}"
             );
-            let address = workers[usize::try_from(answer.chosen()).unwrap() - 1]
-                .address
-                .to_string();
-            assert_eq!(answer.json()["worker"], json!(address));
+            let worker = &workers[answer.chosen() as usize - 1];
+            assert_eq!(answer.json()["worker"], worker.address.to_string());
         }
     }
     gateway.wait_idle().await;

@@ -6,10 +6,10 @@ use reqwest::Body;
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::MODEL;
 
-use crate::modes::client::take;
 use crate::modes::gateway::{ManagerChange, ModeGateway};
 use crate::modes::uploads::EnvoyBodyMode;
 use crate::modes::worker::{PIECES, RecordingWorker, events, fingerprint, received};
+use crate::support::deployment::RoutedAnswer;
 
 /// Returns true if the response has the requested name. With full-duplex request bodies, Envoy
 /// ignores a mode override for the response body.
@@ -100,17 +100,16 @@ async fn model_is_rewritten_in_request_and_response() {
             let named = if restored(mode) { requested } else { MODEL };
             for sized in [true, false] {
                 let what = format!("{mode:?} {requested} sized: {sized}");
-                let got = take(post(sized).send().await.unwrap()).await;
-                assert!(got.status == 200 && got.whole, "{what}: {got:?}");
+                let got = RoutedAnswer::of(post(sized)).await;
+                assert_eq!(got.status, 200, "{what}: {got:?}");
                 assert_eq!(got.mode(), "exact", "{what}");
                 assert_rewritten(&got.json(), named, &what);
             }
             for size in [1, 7, 64, 100_000] {
-                let got = take(post(true).header(PIECES, size).send().await.unwrap()).await;
-                assert!(got.status == 200 && got.whole, "{mode:?} {size}: {got:?}");
-                let text = String::from_utf8(got.body).unwrap();
+                let got = RoutedAnswer::of(post(true).header(PIECES, size)).await;
+                assert_eq!(got.status, 200, "{mode:?} {size}: {got:?}");
                 assert_eq!(
-                    text,
+                    got.text,
                     events(&Value::from(named)),
                     "{mode:?} in chunks of {size}"
                 );
@@ -118,5 +117,5 @@ async fn model_is_rewritten_in_request_and_response() {
         }
     }
     gateway.wait_idle().await;
-    assert!(gateway.metrics().await.sum("model_rewrites_total", &[]) > 0.0);
+    assert!(gateway.metric("model_rewrites_total", &[]).await > 0.0);
 }

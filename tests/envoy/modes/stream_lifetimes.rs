@@ -2,9 +2,9 @@
 
 use serde_json::json;
 
-use crate::modes::client::take;
 use crate::modes::gateway::{ManagerChange, ModeGateway};
 use crate::routing::bed::{chat, engine, stream};
+use crate::support::deployment::RoutedAnswer;
 
 /// Event that ends the ext_proc stream of an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,15 +73,7 @@ async fn load_is_booked_until_stream_ends() {
     let gateway = ModeGateway::start(&[engine(1)], more, &changes).await;
     for (listener, (modes, ends)) in ROWS.into_iter().enumerate() {
         let what = format!("{modes:?} {ends:?}");
-        let ask = async |body| {
-            gateway
-                .http
-                .post(gateway.at(listener, "/v1/chat/completions"))
-                .json(&body)
-                .send()
-                .await
-                .unwrap()
-        };
+        let ask = async |body| gateway.chat_to(listener, &body).send().await.unwrap();
         // The headers of a streaming response precede its first token.
         gateway.set_first_tokens(1, false).await;
         let running = ask(stream(&what, 3)).await;
@@ -93,9 +85,9 @@ async fn load_is_booked_until_stream_ends() {
             StreamEnding::Request | StreamEnding::Headers => gateway.wait_idle().await,
         }
         gateway.set_first_tokens(1, true).await;
-        let got = take(running).await;
+        let got = RoutedAnswer::read(running).await;
         assert!(
-            got.whole && got.body.ends_with(b"data: [DONE]\n\n"),
+            !got.cut && got.text.ends_with("data: [DONE]\n\n"),
             "{what}: {got:?}"
         );
         gateway.wait_idle().await;
@@ -104,11 +96,7 @@ async fn load_is_booked_until_stream_ends() {
         // One client disconnects after the response headers, one before.
         drop(ask(stream(&what, 3)).await);
         gateway.wait_idle().await;
-        let request = gateway
-            .http
-            .post(gateway.at(listener, "/v1/chat/completions"))
-            .json(&chat(&what));
-        let waiting = tokio::spawn(request.send());
+        let waiting = tokio::spawn(gateway.chat_to(listener, &chat(&what)).send());
         if ends != StreamEnding::Request {
             gateway
                 .wait_load(1, "active_requests", |requests| requests == 1)
@@ -131,36 +119,18 @@ async fn worker_failure_releases_load() {
     gateway.set_first_tokens(1, false).await;
     let mut running = Vec::new();
     for listener in 0..2 {
-        let url = gateway.at(listener, "/v1/chat/completions");
-        running.push(
-            gateway
-                .http
-                .post(url)
-                .json(&stream("dying", 3))
-                .send()
-                .await
-                .unwrap(),
-        );
+        let request = gateway.chat_to(listener, &stream("dying", 3));
+        running.push(request.send().await.unwrap());
     }
     assert_eq!(gateway.load(1, "active_requests").await, 2);
     gateway.kill(1);
     for response in running {
-        assert!(!take(response).await.whole);
+        assert!(RoutedAnswer::read(response).await.cut);
     }
     gateway.wait_idle().await;
     // If no worker accepts a connection, Envoy responds itself.
     for listener in 0..2 {
-        let url = gateway.at(listener, "/v1/chat/completions");
-        let got = take(
-            gateway
-                .http
-                .post(url)
-                .json(&chat("no worker"))
-                .send()
-                .await
-                .unwrap(),
-        )
-        .await;
+        let got = RoutedAnswer::of(gateway.chat_to(listener, &chat("no worker"))).await;
         assert_eq!(got.status, 503, "{got:?}");
     }
     gateway.wait_idle().await;

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use serde_json::json;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::AbortHandle;
+use tokio_util::task::AbortOnDropHandle;
 use warmroute_testbed::deployment::EngineSpec;
 
 use crate::modes::gateway::{ManagerChange, ModeGateway};
@@ -15,7 +15,7 @@ use crate::routing::bed::{SOON, engine};
 /// Worker that accepts every upgrade and returns each byte of the tunnel.
 struct TunnelWorker {
     address: SocketAddr,
-    task: AbortHandle,
+    _task: AbortOnDropHandle<()>,
 }
 
 impl TunnelWorker {
@@ -27,18 +27,15 @@ impl TunnelWorker {
                 tokio::spawn(echo_frames(stream));
             }
         };
-        let task = tokio::spawn(serve).abort_handle();
-        Self { address, task }
+        let task = AbortOnDropHandle::new(tokio::spawn(serve));
+        Self {
+            address,
+            _task: task,
+        }
     }
 
     fn engine(&self, id: u64) -> EngineSpec {
         engine(id).with_worker_fields(json!({"endpoint": self.address.to_string()}))
-    }
-}
-
-impl Drop for TunnelWorker {
-    fn drop(&mut self) {
-        self.task.abort();
     }
 }
 

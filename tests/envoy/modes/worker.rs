@@ -9,12 +9,11 @@ use axum::extract::Request;
 use axum::http::HeaderName;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
-use tokio::task::AbortHandle;
 use warmroute_testbed::deployment::EngineSpec;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::routing::bed::engine;
+use crate::support::local_server::LocalServer;
 
 /// Request header with the chunk size of a streaming response.
 pub(crate) const PIECES: &str = "x-answer-in-pieces-of";
@@ -22,7 +21,7 @@ pub(crate) const PIECES: &str = "x-answer-in-pieces-of";
 /// Server that stops on drop.
 pub(crate) struct RecordingWorker {
     pub(crate) address: SocketAddr,
-    task: AbortHandle,
+    _server: LocalServer,
 }
 
 impl RecordingWorker {
@@ -31,24 +30,18 @@ impl RecordingWorker {
     }
 
     pub(crate) async fn at(address: &str) -> Self {
-        let listener = TcpListener::bind(address).await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let app = Router::new().fallback(move |request| answer(address, request));
-        let task =
-            tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
-        Self { address, task }
+        let routes = |address| Router::new().fallback(move |request| answer(address, request));
+        let server = LocalServer::start_at(address, routes).await;
+        Self {
+            address: server.address,
+            _server: server,
+        }
     }
 
     /// Returns an engine that publishes KV events for this worker, so that requests are routed
     /// exactly.
     pub(crate) fn engine(&self, id: u64) -> EngineSpec {
         engine(id).with_worker_fields(json!({"endpoint": self.address.to_string()}))
-    }
-}
-
-impl Drop for RecordingWorker {
-    fn drop(&mut self) {
-        self.task.abort();
     }
 }
 

@@ -3,15 +3,15 @@
 use std::ops::Deref;
 use std::time::Duration;
 
-use reqwest::{RequestBuilder, Response, StatusCode};
+use reqwest::{RequestBuilder, StatusCode};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use warmroute_engines::engine_client::MetricsPage;
 use warmroute_testbed::deployment::{EngineProcess, EngineSpec, MODEL};
 use warmroute_testbed::ports::until;
 
-pub(crate) use crate::support::deployment::chat;
-use crate::support::deployment::{TestDeployment, with_response_headers};
+pub(crate) use crate::support::deployment::{RoutedAnswer, chat, fast as engine};
+use crate::support::deployment::{TestDeployment, with_response_headers, words};
 
 /// Timeout of every wait, long enough for a busy machine.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
@@ -39,11 +39,6 @@ impl Deref for RoutingBed {
     fn deref(&self) -> &TestDeployment {
         &self.stack
     }
-}
-
-/// Returns an engine that is twenty times faster than a real one.
-pub(crate) fn engine(id: u64) -> EngineSpec {
-    EngineSpec::new(id).with(&["--speed", "20"])
 }
 
 /// Returns an engine for one phase.
@@ -118,8 +113,18 @@ impl RoutingBed {
         more: Value,
         envoy: impl Fn(&str) -> String,
     ) -> Self {
-        let mut stack = TestDeployment::engines(specs).await;
+        let stack = TestDeployment::engines(specs).await;
         stack.write_workers().unwrap();
+        Self::serving(stack, file, more, envoy).await
+    }
+
+    /// Starts warmroute and Envoy for running workers.
+    pub(crate) async fn serving(
+        mut stack: TestDeployment,
+        file: &str,
+        more: Value,
+        envoy: impl Fn(&str) -> String,
+    ) -> Self {
         stack
             .start_router(&with_response_headers(more))
             .await
@@ -145,18 +150,6 @@ impl RoutingBed {
         tokio::spawn(RoutedAnswer::of(self.post(body)))
     }
 
-    /// Makes an engine misbehave.
-    pub(crate) async fn misbehave(&self, id: u64, how: Value) {
-        let response = self
-            .http
-            .post(self.engine(id).url("/sim/misbehave"))
-            .json(&how)
-            .send()
-            .await
-            .unwrap();
-        assert!(response.status().is_success());
-    }
-
     /// Releases or holds the first tokens of an engine. While they are held, its prefills do not
     /// end.
     pub(crate) async fn set_first_tokens(&self, id: u64, released: bool) {
@@ -178,29 +171,29 @@ impl RoutingBed {
 
     /// Stores the metrics of an engine before it is killed.
     pub(crate) async fn save_metrics(&mut self, id: u64) {
-        let page = self.page(id).await;
+        let page = self.engine_metrics(id).await;
         self.harvested.push((id, page));
     }
 
-    async fn page(&self, id: u64) -> MetricsPage {
-        let page = self
-            .http
-            .get(self.engine(id).url("/metrics"))
-            .send()
-            .await
-            .unwrap();
-        MetricsPage::parse(&page.text().await.unwrap())
+    async fn engine_metrics(&self, id: u64) -> MetricsPage {
+        let url = self.engine(id).url("/metrics");
+        MetricsPage::parse(&self.stack.page(url).await)
     }
 
     /// Returns the sum of a counter or gauge over all engines.
     pub(crate) async fn engines(&self, name: &str) -> f64 {
-        let all: Vec<u64> = self
-            .stack
-            .engines
-            .iter()
-            .map(|engine| engine.spec.id)
-            .collect();
+        let all: Vec<u64> = self.engines.iter().map(|engine| engine.spec.id).collect();
         self.engine_sum(&all, name).await
+    }
+
+    /// Waits until a counter or gauge has a sum over all engines.
+    pub(crate) async fn wait_engines(&self, name: &str, wanted: f64) {
+        let reached = until(SOON, async || self.engines(name).await == wanted).await;
+        assert!(
+            reached,
+            "{name} is {}, not {wanted}",
+            self.engines(name).await
+        );
     }
 
     /// Returns the sum of a counter or gauge over some engines. Counters include the last values of
@@ -214,7 +207,7 @@ impl RoutingBed {
             .filter(|(id, _)| ids.contains(id) && counted(name));
         let mut sum = before.map(|(_, page)| of(page)).sum();
         for id in ids.iter().filter(|id| self.engine(**id).pid().is_some()) {
-            sum += of(&self.page(*id).await);
+            sum += of(&self.engine_metrics(*id).await);
         }
         sum
     }
@@ -225,29 +218,8 @@ impl RoutingBed {
     }
 
     pub(crate) async fn restart(&mut self, id: u64) {
-        let programs = self.stack.programs.clone();
-        let run_dir = self.stack.run_dir.clone();
         let at = self.at(id);
-        self.stack.engines[at]
-            .restart(&programs, &run_dir)
-            .await
-            .unwrap();
-    }
-
-    /// Returns a field of one worker in `/debug/load`.
-    pub(crate) async fn load(&self, id: u64, of: &str) -> u64 {
-        let ranks = self.stack.debug_page("load").await.unwrap();
-        let own = ranks
-            .as_array()
-            .unwrap()
-            .iter()
-            .filter(|rank| rank["rank"]["worker"] == json!(id.to_string()));
-        own.map(|rank| {
-            rank[of]
-                .as_u64()
-                .unwrap_or_else(|| panic!("no {of} in {ranks}"))
-        })
-        .sum()
+        self.stack.restart_engine(at).await;
     }
 
     pub(crate) async fn wait_load(&self, id: u64, of: &str, wanted: impl Fn(u64) -> bool) {
@@ -262,17 +234,14 @@ impl RoutingBed {
     /// Waits until no exchange is open and no load is left. A failed request stays booked for the
     /// time that it would have taken. Asserts that no queue entry or session request is left.
     pub(crate) async fn wait_idle(&self) {
-        self.wait_metrics("exchanges are open", |page| {
-            page.sum("open_exchanges", &[]) == 0.0
-        })
-        .await;
+        self.wait_metric("open_exchanges", &[], 0.0).await;
         let is_unloaded = async || {
-            let load = self.stack.debug_page("load").await.unwrap();
-            load.as_array().unwrap().iter().all(|rank| {
-                ["active_requests", "active_blocks", "active_prefill_tokens"]
-                    .iter()
-                    .all(|of| rank[*of] == json!(0))
-            })
+            for of in ["active_requests", "active_blocks", "active_prefill_tokens"] {
+                if self.total_load(of).await > 0 {
+                    return false;
+                }
+            }
+            true
         };
         assert!(
             until(SOON, is_unloaded).await,
@@ -332,112 +301,5 @@ pub(crate) fn stream(question: &str, tokens: u64) -> Value {
 
 /// Returns a few hundred tokens that share no prefix with other topics.
 pub(crate) fn essay(topic: usize) -> String {
-    let words = [
-        "river", "engine", "window", "copper", "letter", "garden", "signal", "winter", "harbour",
-        "thread",
-    ];
-    let word = |at: usize| words[(at * 7 + topic * (at + 3)) % words.len()];
-    let body: Vec<&str> = (0..300).map(word).collect();
-    format!("{topic} is the number: {}", body.join(" "))
-}
-
-/// Response that a client received.
-#[derive(Clone, Debug)]
-pub(crate) struct RoutedAnswer {
-    pub(crate) status: StatusCode,
-    headers: reqwest::header::HeaderMap,
-    pub(crate) text: String,
-    /// The response ended before it was complete.
-    pub(crate) cut: bool,
-}
-
-impl RoutedAnswer {
-    pub(crate) async fn of(request: RequestBuilder) -> Self {
-        let answer = Self::begun(request).await;
-        assert!(!answer.cut, "{answer:?}");
-        answer
-    }
-
-    /// Like [`Self::of`], for a response that may be incomplete.
-    pub(crate) async fn begun(request: RequestBuilder) -> Self {
-        Self::read(request.send().await.unwrap()).await
-    }
-
-    pub(crate) async fn read(mut response: Response) -> Self {
-        let status = response.status();
-        let headers = response.headers().clone();
-        let mut text = Vec::new();
-        let cut = loop {
-            match response.chunk().await {
-                Ok(Some(chunk)) => text.extend_from_slice(&chunk),
-                end => break end.is_err(),
-            }
-        };
-        Self {
-            status,
-            headers,
-            text: String::from_utf8(text).unwrap(),
-            cut,
-        }
-    }
-
-    /// Returns the value of a header, or an empty string.
-    pub(crate) fn header(&self, name: &str) -> &str {
-        self.headers
-            .get(name)
-            .map_or("", |value| value.to_str().unwrap())
-    }
-
-    /// Returns the worker that served the request.
-    pub(crate) fn engine(&self) -> u64 {
-        assert_eq!(self.status, StatusCode::OK, "{self:?}");
-        self.header("x-engine-id").parse().unwrap()
-    }
-
-    /// Returns true if Envoy tried more than one worker.
-    pub(crate) fn is_retried(&self) -> bool {
-        let attempts = self.header("x-received-envoy-attempt-count");
-        assert!(!attempts.is_empty(), "{self:?}");
-        attempts != "1"
-    }
-
-    /// Returns the worker in the response header of warmroute.
-    pub(crate) fn chosen(&self) -> u64 {
-        self.header("x-worker-instance-id")
-            .parse()
-            .unwrap_or_else(|_| panic!("no worker was chosen: {self:?}"))
-    }
-
-    pub(crate) fn mode(&self) -> &str {
-        self.header("x-warmroute-mode")
-    }
-
-    pub(crate) fn json(&self) -> Value {
-        serde_json::from_str(&self.text).unwrap_or_else(|error| panic!("{error}: {self:?}"))
-    }
-
-    /// Asserts an error in OpenAI's format. Returns its code and message.
-    pub(crate) fn error(&self, status: u16) -> (String, String) {
-        assert_eq!(self.status, status, "{self:?}");
-        assert_eq!(self.header("content-type"), "application/json", "{self:?}");
-        let error = &self.json()["error"];
-        let text = |key: &str| {
-            error[key]
-                .as_str()
-                .unwrap_or_else(|| panic!("no {key}: {self:?}"))
-                .to_owned()
-        };
-        assert!(
-            !text("type").is_empty() && error.get("param").is_some(),
-            "{self:?}"
-        );
-        (text("code"), text("message"))
-    }
-
-    /// Returns the value of `Retry-After` in seconds.
-    pub(crate) fn retry_after(&self) -> u64 {
-        self.header("retry-after")
-            .parse()
-            .unwrap_or_else(|_| panic!("no Retry-After: {self:?}"))
-    }
+    format!("{topic} is the number: {}", words(topic, 300))
 }

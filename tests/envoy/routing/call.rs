@@ -8,7 +8,9 @@ use warmroute_testbed::deployment::{BLOCK_SIZE, EngineSpec, MODEL};
 use warmroute_testbed::merge_config;
 use warmroute_testbed::ports::until;
 
-use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine_for, essay, stream, text};
+use crate::routing::bed::{
+    RoutedAnswer, RoutingBed, SOON, chat, engine_for, essay, patient, stream, text,
+};
 use crate::routing::contents::{ReferenceEngine, assert_split_contents, parse_content};
 use crate::support::model_file;
 
@@ -55,13 +57,17 @@ impl RoutingBed {
             == 0.0
     }
 
-    /// Waits until no exchange is open. Asserts that no engine keeps state of finished requests.
-    pub(crate) async fn assert_nothing_left(&self) {
-        self.wait_idle().await;
+    pub(crate) async fn wait_engines_idle(&self) {
         assert!(
             until(SOON, async || self.idle().await).await,
             "an engine still runs a request"
         );
+    }
+
+    /// Waits until no exchange is open. Asserts that no engine keeps state of finished requests.
+    pub(crate) async fn assert_nothing_left(&self) {
+        self.wait_idle().await;
+        self.wait_engines_idle().await;
         assert_eq!(
             self.engines("engine_sim:kv_leases").await,
             0.0,
@@ -75,26 +81,16 @@ impl RoutingBed {
     }
 }
 
-/// Returns the text of a response in any format.
+/// Returns the text of a chat.
 fn response_text(answer: &RoutedAnswer) -> String {
     assert_eq!(answer.status, 200, "{answer:?}");
-    let choice = &answer.json()["choices"][0];
-    choice["message"]["content"]
-        .as_str()
-        .or(choice["text"].as_str())
-        .unwrap()
-        .to_owned()
+    let content = &answer.json()["choices"][0]["message"]["content"];
+    content.as_str().unwrap().to_owned()
 }
 
 /// Starts a deployment with the shipped Envoy configuration for this mode.
 pub(crate) async fn start(specs: &[EngineSpec], more: Value) -> RoutingBed {
-    RoutingBed::start_with_envoy_file(
-        "disaggregated-call",
-        specs,
-        more,
-        crate::routing::bed::patient,
-    )
-    .await
+    RoutingBed::start_with_envoy_file("disaggregated-call", specs, more, patient).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -123,9 +119,7 @@ async fn split_responses_equal_those_of_one_worker() {
 
 /// Returns the number of requests with this phase plan from the metrics.
 pub(crate) async fn phases(bed: &RoutingBed, of: &str) -> f64 {
-    bed.metrics()
-        .await
-        .sum("phase_plans_total", &[("plan", of)])
+    bed.metric("phase_plans_total", &[("plan", of)]).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -185,11 +179,7 @@ async fn failed_prefill_is_retried_then_computed_locally() {
         }
     }
     // Engines that omitted the transfer parameters held leases, which expire.
-    assert!(
-        until(SOON, async || bed.engines("engine_sim:kv_leases").await
-            == 0.0)
-        .await
-    );
+    bed.wait_engines("engine_sim:kv_leases", 0.0).await;
     bed.assert_nothing_left().await;
 }
 
@@ -216,10 +206,8 @@ async fn enforced_remote_prefill_failure_rejects_request() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn each_phase_is_booked_on_its_worker() {
-    let hasty = |shipped: &str| {
-        crate::routing::bed::patient(shipped)
-            .replace(" message_timeout: 30s", " message_timeout: 2s")
-    };
+    let hasty =
+        |shipped: &str| patient(shipped).replace(" message_timeout: 30s", " message_timeout: 2s");
     let bed = RoutingBed::start_with_envoy_file(
         "disaggregated-call",
         &pools(&NIXL),
@@ -281,39 +269,26 @@ async fn prefill_continues_and_counts_after_cancellation() {
         async || bed.load(11, "active_requests").await + bed.load(12, "active_requests").await;
     // The request is booked before the call. If it were cancelled before the call, the booking
     // would be released.
-    assert!(
-        until(SOON, async || bed
-            .engines("engine_sim:prefills_asked_total")
-            .await
-            == 1.0)
-        .await
-    );
+    bed.wait_engines("engine_sim:prefills_asked_total", 1.0)
+        .await;
     sending.abort();
-    bed.wait_metrics("the client has disconnected", |page| {
-        page.sum(
-            "prefill_calls_total",
-            &[("outcome", "cancelled_after_start")],
-        ) == 1.0
-    })
+    bed.wait_metric(
+        "prefill_calls_total",
+        &[("outcome", "cancelled_after_start")],
+        1.0,
+    )
     .await;
     assert_eq!(
         prefilling().await,
         1,
         "the engine still computes the prefill"
     );
-    bed.wait_metrics("the prefill completes", |page| {
-        page.sum("prefill_calls_total", &[("outcome", "completed")]) == 1.0
-    })
-    .await;
+    bed.wait_metric("prefill_calls_total", &[("outcome", "completed")], 1.0)
+        .await;
     bed.wait_idle().await;
     // No decode worker fetches the blocks, so their lease expires.
-    assert!(
-        until(SOON, async || bed
-            .engines("engine_sim:kv_leases_expired_total")
-            .await
-            == 1.0)
-        .await
-    );
+    bed.wait_engines("engine_sim:kv_leases_expired_total", 1.0)
+        .await;
     bed.assert_nothing_left().await;
 }
 
@@ -431,13 +406,8 @@ async fn waiting_request_survives_a_stalled_warmroute() {
         bed.misbehave(id, json!({"slow_prefill_ms": 10_000})).await;
     }
     let sending = bed.send_in_background(&stream(&essay(1), 4));
-    assert!(
-        until(SOON, async || bed
-            .engines("engine_sim:prefills_asked_total")
-            .await
-            == 1.0)
-        .await
-    );
+    bed.wait_engines("engine_sim:prefills_asked_total", 1.0)
+        .await;
     // Longer than keepalive pings of 2 s with a timeout of 2 s would tolerate, and shorter than the
     // shipped ones tolerate.
     bed.stack.router().unwrap().freeze();
@@ -450,9 +420,8 @@ async fn waiting_request_survives_a_stalled_warmroute() {
         "{answer:?}"
     );
     assert_eq!(
-        bed.metrics()
-            .await
-            .sum("prefill_calls_total", &[("outcome", "completed")]),
+        bed.metric("prefill_calls_total", &[("outcome", "completed")])
+            .await,
         1.0
     );
     bed.assert_nothing_left().await;

@@ -7,11 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use futures_util::{StreamExt as _, stream as streams};
 use serde_json::Value;
-use tempfile::TempDir;
-use warmroute_testbed::deployment::{EngineProcess, EngineSpec};
+use warmroute_testbed::deployment::EngineSpec;
 
 use crate::routing::bed::{RoutedAnswer, RoutingBed, chat, essay, path_of, stream, text};
-use crate::support::deployment::programs;
+use crate::support::deployment::TestDeployment;
 
 /// Content of a complete response.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -181,34 +180,17 @@ fn with_usage(text: String, event: &Value) -> Result<ResponseContent, String> {
 }
 
 /// Engine for both phases that no router uses. Its responses are the reference.
-pub(crate) struct ReferenceEngine {
-    engine: EngineProcess,
-    http: reqwest::Client,
-    _dir: TempDir,
-}
+pub(crate) struct ReferenceEngine(TestDeployment);
 
 impl ReferenceEngine {
     pub(crate) async fn start() -> Self {
-        let dir = tempfile::Builder::new()
-            .prefix("warmroute-alone-")
-            .tempdir()
-            .unwrap();
         let spec = EngineSpec::new(99).with(&["--speed", "500"]);
-        let engine = EngineProcess::start(&programs(), spec, dir.path())
-            .await
-            .unwrap();
-        Self {
-            engine,
-            http: warmroute_runtime::tls::http_client_builder()
-                .build()
-                .unwrap(),
-            _dir: dir,
-        }
+        Self(TestDeployment::engines(&[spec]).await)
     }
 
     pub(crate) async fn respond(&self, body: &Value) -> ResponseContent {
-        let answer =
-            RoutedAnswer::of(self.http.post(self.engine.url(path_of(body))).json(body)).await;
+        let url = self.0.engines[0].url(path_of(body));
+        let answer = RoutedAnswer::of(self.0.http.post(url).json(body)).await;
         parse_content(body, &answer).unwrap_or_else(|why| panic!("{why}: {answer:?}"))
     }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 use warmroute_testbed::ports::until;
 
 use crate::routing::bed::{
@@ -47,8 +47,6 @@ fn without_header_removal(shipped: &str) -> String {
     config
 }
 
-type ConfigPatch = fn(&str) -> String;
-
 /// Makes Envoy select a decode worker if warmroute is down. The shipped configuration responds with
 /// 503.
 fn with_fallback(config: &str) -> String {
@@ -64,7 +62,7 @@ fn with_fallback(config: &str) -> String {
 struct OutsideServer {
     address: String,
     connections: Arc<AtomicUsize>,
-    task: JoinHandle<()>,
+    _task: AbortOnDropHandle<()>,
 }
 
 impl OutsideServer {
@@ -81,18 +79,12 @@ impl OutsideServer {
         Self {
             address,
             connections,
-            task,
+            _task: AbortOnDropHandle::new(task),
         }
     }
 
     fn connections(&self) -> usize {
         self.connections.load(Ordering::SeqCst)
-    }
-}
-
-impl Drop for OutsideServer {
-    fn drop(&mut self) {
-        self.task.abort();
     }
 }
 
@@ -165,7 +157,7 @@ async fn without_prefill_workers(envoy: EnvoyTemplate) {
         let before = request_count(&bed).await;
         let answer = ask(&bed, &chat(&essay(topic)), forged).await;
         assert_eq!(answer.status, 200, "{forged:?}: {answer:?}");
-        assert!(until(SOON, async || bed.idle().await).await);
+        bed.wait_engines_idle().await;
         assert_eq!(
             request_count(&bed).await,
             before + 1.0,
@@ -179,34 +171,17 @@ async fn without_prefill_workers(envoy: EnvoyTemplate) {
     );
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn envoy_removes_forged_target_of_copy() {
-    with_prefill_workers(with_anywhere).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn warmroute_alone_ignores_forged_target() {
-    with_prefill_workers(without_header_removal).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn envoy_removes_forged_request_for_a_copy() {
-    without_prefill_workers(with_anywhere).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn warmroute_alone_ignores_forged_copy() {
-    without_prefill_workers(without_header_removal).await;
+long_tests! {
+    envoy_removes_forged_target_of_copy: with_prefill_workers(with_anywhere),
+    warmroute_alone_ignores_forged_target: with_prefill_workers(without_header_removal),
+    envoy_removes_forged_request_for_a_copy: without_prefill_workers(with_anywhere),
+    warmroute_alone_ignores_forged_copy: without_prefill_workers(without_header_removal),
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_alone_protects_without_warmroute() {
-    let envoys: [(ConfigPatch, u16, bool); 3] = [
+    let envoys: [(EnvoyTemplate, u16, bool); 3] = [
         (without_header_removal, 503, false),
         (|shipped| with_fallback(&with_anywhere(shipped)), 200, false),
         (
@@ -235,19 +210,9 @@ async fn envoy_alone_protects_without_warmroute() {
                 "without any protection the copy is sent"
             );
         } else {
-            let copies = async || {
-                let stats = bed.http.get(
-                    bed.stack
-                        .envoy_setup()
-                        .admin_url("/stats?filter=cluster.anywhere.upstream_cx_total"),
-                );
-                stats.send().await.unwrap().text().await.unwrap()
-            };
-            assert!(
-                copies().await.contains("upstream_cx_total: 0"),
-                "{}",
-                copies().await
-            );
+            let page = "/stats?filter=cluster.anywhere.upstream_cx_total";
+            let copies = bed.page(bed.envoy_setup().admin_url(page)).await;
+            assert!(copies.contains("upstream_cx_total: 0"), "{copies}");
             assert_eq!(outsider.connections(), 0);
         }
     }

@@ -15,15 +15,13 @@ async fn many(bed: &RoutingBed, count: usize, name: &str) -> Vec<RoutedAnswer> {
 }
 
 async fn ejected(bed: &RoutingBed) -> f64 {
-    bed.metrics().await.sum("ejected_workers", &[])
+    bed.metric("ejected_workers", &[]).await
 }
 
 /// Returns the number of requests for which a worker was unreachable.
 async fn missed(bed: &RoutingBed, id: u64) -> u64 {
-    bed.metrics().await.sum(
-        "worker_failed_requests_total",
-        &[("worker_id", &id.to_string()), ("kind", "unreachable")],
-    ) as u64
+    let labels = [("worker_id", &*id.to_string()), ("kind", "unreachable")];
+    bed.metric("worker_failed_requests_total", &labels).await as u64
 }
 
 /// Duration of the first ejection.
@@ -240,9 +238,8 @@ async fn assert_failing_engine_loses_traffic(policy: &str, fault: Value) {
     );
     assert!(failed <= 16, "{policy} {fault}: {failed} failed");
     let failures = bed
-        .metrics()
-        .await
-        .sum("worker_failed_requests_total", &[("worker_id", "4")]);
+        .metric("worker_failed_requests_total", &[("worker_id", "4")])
+        .await;
     assert!(failures >= 1.0, "{policy} {fault}");
 
     // Only probes fail from now on.

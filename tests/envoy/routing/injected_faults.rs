@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use tokio::task::AbortHandle;
+use tokio::task::JoinSet;
 use warmroute_testbed::ports::until;
 
 use warmroute_testbed::deployment::EngineSpec;
@@ -160,19 +160,19 @@ type TrafficResults = Arc<Mutex<Vec<Option<String>>>>;
 /// Conversations that run until they are dropped.
 struct ConversationTraffic {
     results: TrafficResults,
-    tasks: Vec<AbortHandle>,
+    _tasks: JoinSet<()>,
 }
 
 impl ConversationTraffic {
     fn start(url: &str) -> Self {
         let results = TrafficResults::default();
-        let tasks = (0..CONVERSATIONS).map(|number| {
-            let talk = converse(url.to_owned(), number, results.clone());
-            tokio::spawn(talk).abort_handle()
-        });
+        let mut tasks = JoinSet::new();
+        for number in 0..CONVERSATIONS {
+            tasks.spawn(converse(url.to_owned(), number, results.clone()));
+        }
         Self {
-            tasks: tasks.collect(),
             results,
+            _tasks: tasks,
         }
     }
 
@@ -193,12 +193,6 @@ impl ConversationTraffic {
         let results = self.results.lock();
         let recent = results.len().saturating_sub(SUCCESSES);
         recent >= first && results[recent..].iter().all(Option::is_none)
-    }
-}
-
-impl Drop for ConversationTraffic {
-    fn drop(&mut self) {
-        self.tasks.iter().for_each(AbortHandle::abort);
     }
 }
 
@@ -297,22 +291,16 @@ impl FaultScenario {
         if name.is_empty() {
             return 0.0;
         }
-        self.bed.metrics().await.sum(name, labels)
-    }
-
-    fn log(&self) -> String {
-        std::fs::read_to_string(self.bed.stack.router().unwrap().log()).unwrap()
+        self.bed.metric(name, labels).await
     }
 
     fn log_lines(&self, text: &str) -> usize {
-        let log = self.log();
+        let log = self.bed.router_log();
         log.lines().filter(|line| line.contains(text)).count()
     }
 
     async fn overview(&self) -> String {
-        let page = self.bed.http.get(self.bed.stack.admin_url("/")).send();
-        let page = page.await;
-        page.unwrap().text().await.unwrap()
+        self.bed.page(self.bed.admin_url("/")).await
     }
 
     async fn is_shown(&self, injected: &InjectedFault, before: &LogAndMetric) -> bool {
@@ -346,7 +334,7 @@ impl FaultScenario {
             is_seen,
             "{}: {entry}\n{}\n{}",
             injected.name,
-            self.log(),
+            self.bed.router_log(),
             self.bed.metrics().await.text()
         );
         let errors = self.traffic.errors_since(first);
@@ -367,7 +355,7 @@ impl FaultScenario {
             injected.name,
             self.traffic.errors_since(after),
             self.member(FAULTY).await,
-            self.log(),
+            self.bed.router_log(),
             self.bed.stack.debug_page("calibration").await.unwrap()
         );
         println!(

@@ -8,12 +8,9 @@ use warmroute_testbed::deployment::EngineSpec;
 use warmroute_testbed::ports::{FreePort, until};
 
 use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, essay, patient, stream, text};
+pub(crate) use crate::routing::call::{DECODE, PREFILL};
 use crate::routing::call::{config_with_prefill, phases};
 use crate::routing::contents::assert_split_contents;
-use crate::support::openmetrics::OpenMetricsPage;
-
-pub(crate) const PREFILL: [u64; 2] = [11, 12];
-pub(crate) const DECODE: [u64; 2] = [21, 22];
 
 /// Returns two prefill and two decode engines that behave like SGLang. Each prefill engine has its
 /// own bootstrap port.
@@ -142,7 +139,7 @@ async fn both_workers_receive_the_request_and_connect() {
         120.0,
         "each request joins its room on both sides"
     );
-    assert_eq!(bed.metrics().await.sum("prefill_aborts_total", &[]), 0.0);
+    assert_eq!(bed.metric("prefill_aborts_total", &[]).await, 0.0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -178,19 +175,13 @@ async fn cancelled_request_aborts_its_prefill() {
     // A frozen decode worker cannot notify the prefill worker.
     DECODE.iter().for_each(|id| bed.engine(*id).freeze());
     sending.abort();
-    bed.wait_metrics("the engine receives the abort", |page| {
-        page.sum("prefill_aborts_total", &[("outcome", "accepted")]) == 1.0
-    })
-    .await;
+    bed.wait_metric("prefill_aborts_total", &[("outcome", "accepted")], 1.0)
+        .await;
     let aborted = async || bed.engine_sum(&PREFILL, "engine_sim:aborted_total").await == 1.0;
     assert!(until(SOON, aborted).await);
     DECODE.iter().for_each(|id| bed.engine(*id).thaw());
     bed.wait_idle().await;
-    let idle = async || bed.engines("vllm:num_requests_running").await == 0.0;
-    assert!(
-        until(SOON, idle).await,
-        "an engine still runs an aborted request"
-    );
+    bed.wait_engines("vllm:num_requests_running", 0.0).await;
 }
 
 /// Delay of a failure after its deadline that a busy machine may cause.
@@ -218,11 +209,9 @@ async fn hanging_prefill_fails_at_the_deadline() {
             (deadline..deadline + MARGIN).contains(&took),
             "{took:?} for {body}"
         );
-        let reported = |page: &OpenMetricsPage| {
-            page.sum("prefill_aborts_total", &[("outcome", "accepted")])
-                == 2.0 * (number + 1) as f64
-        };
-        bed.wait_metrics("both engines receive the abort", reported)
+        // Both engines receive the abort.
+        let aborts = 2.0 * (number + 1) as f64;
+        bed.wait_metric("prefill_aborts_total", &[("outcome", "accepted")], aborts)
             .await;
     }
     bed.wait_idle().await;
@@ -233,10 +222,7 @@ async fn hanging_prefill_fails_at_the_deadline() {
             == 0.0)
         .await
     );
-    assert!(
-        until(SOON, async || bed.idle().await).await,
-        "an engine still runs an aborted request"
-    );
+    bed.wait_engines_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -258,10 +244,7 @@ async fn rejected_prefill_fails_by_the_deadline() {
         );
     }
     bed.wait_idle().await;
-    assert!(
-        until(SOON, async || bed.idle().await).await,
-        "an engine still runs an aborted request"
-    );
+    bed.wait_engines_idle().await;
     // The failure is not permanent.
     for id in PREFILL {
         bed.misbehave(id, json!({"refuse_prefills": null})).await;
@@ -303,9 +286,8 @@ async fn dead_decode_worker_is_replaced_with_new_room() {
     let mut bed = start("0.2", json!({})).await;
     for body in [chat(&essay(1)), stream(&essay(2), 4)] {
         let before = bed
-            .metrics()
-            .await
-            .sum("prefill_retries_total", &[("outcome", "prefilled_again")]);
+            .metric("prefill_retries_total", &[("outcome", "prefilled_again")])
+            .await;
         let (sending, [_, decode]) = start_and_find_workers(&bed, &body).await;
         bed.kill(decode);
         let answer = sending.await.unwrap();
@@ -321,18 +303,19 @@ async fn dead_decode_worker_is_replaced_with_new_room() {
             before + 1.0
         );
         // The bootstrap room of the dead worker is aborted.
-        bed.wait_metrics("the engine receives the abort", |page| {
-            page.sum("prefill_aborts_total", &[("outcome", "accepted")]) == before + 1.0
-        })
+        bed.wait_metric(
+            "prefill_aborts_total",
+            &[("outcome", "accepted")],
+            before + 1.0,
+        )
         .await;
         bed.wait_idle().await;
         bed.restart(decode).await;
     }
     assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0);
     assert_eq!(
-        bed.metrics()
-            .await
-            .sum("prefill_calls_total", &[("outcome", "completed")]),
+        bed.metric("prefill_calls_total", &[("outcome", "completed")])
+            .await,
         2.0
     );
 }
@@ -369,9 +352,8 @@ async fn dead_prefill_worker_is_replaced() {
         bed.restart(prefill).await;
     }
     assert_eq!(
-        bed.metrics()
-            .await
-            .sum("prefill_retries_total", &[("outcome", "prefilled_again")]),
+        bed.metric("prefill_retries_total", &[("outcome", "prefilled_again")])
+            .await,
         2.0
     );
     assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0);

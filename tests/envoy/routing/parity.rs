@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
-use warmroute_testbed::deployment::{BLOCK_SIZE, EngineSpec, MODEL};
+use warmroute_testbed::deployment::{BLOCK_SIZE, MODEL};
+use warmroute_testbed::merge_config;
 use warmroute_testbed::ports::{FreePort, until};
 
 use crate::routing::bed::{RoutingBed, SOON, chat, engine, essay, text};
@@ -54,13 +55,9 @@ async fn wait_tokens_disabled(bed: &RoutingBed, tokens_disabled: bool) -> Value 
     assert!(
         reached,
         "tokens_disabled: {tokens_disabled}\n{shown:#}\n{}",
-        log(bed)
+        bed.router_log()
     );
     shown
-}
-
-fn log(bed: &RoutingBed) -> String {
-    std::fs::read_to_string(bed.stack.router().unwrap().log()).unwrap()
 }
 
 /// Restarts the engine with the correct template.
@@ -74,20 +71,14 @@ async fn restart_with_own_template(bed: &mut RoutingBed) {
 
 fn models(more: &Value) -> Value {
     let mut model = json!({"name": MODEL, "block_size": BLOCK_SIZE});
-    model
-        .as_object_mut()
-        .unwrap()
-        .extend(more.as_object().unwrap().clone());
+    merge_config(&mut model, more);
     json!([model])
 }
 
 fn with_tokenizer(more: &Value) -> Value {
     let mut model = json!({
         "tokenizer": model_file("tokenizer.json.gz"), "tokenizer_config": model_file("tokenizer_config.json")});
-    model
-        .as_object_mut()
-        .unwrap()
-        .extend(more.as_object().unwrap().clone());
+    merge_config(&mut model, more);
     models(&model)
 }
 
@@ -98,7 +89,7 @@ async fn wrong_template_is_reported_until_engine_restart() {
     let config = json!({"engines": {"parity_check": {"interval": "1s", "timeout": "30s"}}});
     let mut bed = RoutingBed::start(&[engine(1).with(&template.flags(&[]))], config).await;
     let shown = wait_tokens_disabled(&bed, true).await;
-    assert_difference_is_reported(&shown, &log(&bed));
+    assert_difference_is_reported(&shown, &bed.router_log());
     let question = chat(&essay(1));
     for _ in 0..2 {
         let answer = bed.ask(&question).await;
@@ -134,7 +125,7 @@ async fn wrong_template_is_reported_until_engine_restart() {
         "{recovered:#}"
     );
     let exact = until(SOON, async || bed.ask(&question).await.mode() == "exact").await;
-    assert!(exact, "{}", log(&bed));
+    assert!(exact, "{}", bed.router_log());
 }
 
 /// Asserts that the page and the log show the difference of the chat template.
@@ -178,26 +169,14 @@ fn assert_difference_is_reported(shown: &Value, log_text: &str) {
     }
 }
 
+/// KV events alone detect a mismatch and its end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn events_detect_mismatch_within_hundred_requests() {
-    check_detection_by_events(true).await;
-}
-
-/// Asserts that KV events alone detect a mismatch and its end. Without `replay`, a batch is lost
-/// after the engine restarts.
-async fn check_detection_by_events(replay: bool) {
     let template = TemplateFile::other();
     let config = json!({"engines": {"parity_check": {"interval": "1s"}}});
     let flags = template.flags(&["--no-tokenize", "--no-render"]);
-    let mut bed = RoutingBed::start(
-        &[EngineSpec {
-            replay,
-            ..engine(1).with(&flags)
-        }],
-        config,
-    )
-    .await;
+    let mut bed = RoutingBed::start(&[engine(1).with(&flags)], config).await;
     let mut requests = 0;
     let found = until(SOON, async || {
         requests += 1;
@@ -206,7 +185,12 @@ async fn check_detection_by_events(replay: bool) {
         tokio::time::sleep(Duration::from_millis(100)).await;
         parity(&bed).await["tokens_disabled"] == true
     });
-    assert!(found.await, "{:#}\n{}", parity(&bed).await, log(&bed));
+    assert!(
+        found.await,
+        "{:#}\n{}",
+        parity(&bed).await,
+        bed.router_log()
+    );
     assert!(requests <= 100, "{requests} requests");
     let shown = parity(&bed).await;
     assert_eq!(shown["workers"]["1"]["verdict"], "cannot_test", "{shown:#}");
@@ -229,25 +213,22 @@ async fn check_detection_by_events(replay: bool) {
     );
     assert_eq!(bed.ask(&chat(&essay(500))).await.mode(), "load_only");
     restart_with_own_template(&mut bed).await;
-    if !replay {
-        bed.misbehave(
-            1,
-            json!({"drop_events": {"batches": 1, "keep_for_replay": false}}),
-        )
-        .await;
-    }
     let mut topic = 1000;
     let recovered = until(SOON, async || {
         topic += 1;
         bed.ask(&unrelated_chat(topic)).await;
         parity(&bed).await["tokens_disabled"] == false
     });
-    assert!(recovered.await, "{:#}\n{}", parity(&bed).await, log(&bed));
+    assert!(
+        recovered.await,
+        "{:#}\n{}",
+        parity(&bed).await,
+        bed.router_log()
+    );
     assert_eq!(bed.ask(&unrelated_chat(topic)).await.mode(), "exact");
 }
 
-/// Returns a chat that shares no block with other chats, because the event of a shared first block
-/// may be lost.
+/// Returns a chat that shares no block with other chats.
 fn unrelated_chat(topic: usize) -> Value {
     let mut body = chat("Go on.");
     let question = body["messages"][0].take();
@@ -276,19 +257,18 @@ async fn mismatch_falls_back_to_remote_tokenizer() {
 /// Sends a chat twice. Asserts that the engine reports the predicted cached tokens the second time.
 async fn exact_twice(bed: &RoutingBed, topic: usize) {
     let question = chat(&essay(topic));
-    assert_eq!(bed.ask(&question).await.mode(), "exact", "{}", log(bed));
+    assert_eq!(
+        bed.ask(&question).await.mode(),
+        "exact",
+        "{}",
+        bed.router_log()
+    );
     bed.settle().await;
     let answer = bed.ask(&question).await;
     assert_eq!(answer.mode(), "exact", "{answer:?}");
-    let cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-        .as_u64()
-        .unwrap();
+    let cached = answer.cached_tokens();
     assert!(cached > 100, "{answer:?}");
-    assert_eq!(
-        answer.header("x-warmroute-predicted-cached-tokens"),
-        cached.to_string(),
-        "{answer:?}"
-    );
+    assert_eq!(answer.predicted(), Some(cached), "{answer:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -312,10 +292,8 @@ async fn remote_tokenizer_alone_routes_exactly() {
         (first.mode(), second.mode(), second.engine()),
         ("exact", "exact", first.engine())
     );
-    bed.wait_metrics("requests to the remote tokenizer are counted", |page| {
-        page.sum("remote_tokenizer_requests_total", &[("outcome", "ok")]) == 4.0
-    })
-    .await;
+    bed.wait_metric("remote_tokenizer_requests_total", &[("outcome", "ok")], 4.0)
+        .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -354,10 +332,12 @@ async fn dead_or_slow_render_servers_cause_no_error() {
         })
         .await;
         assert!(started.elapsed() < Duration::from_secs(30));
-        let reasons = bed.metrics().await.sum(
-            "degradations_total",
-            &[("reason", "remote_tokenizer_failed")],
-        );
+        let reasons = bed
+            .metric(
+                "degradations_total",
+                &[("reason", "remote_tokenizer_failed")],
+            )
+            .await;
         assert_eq!(reasons, if ours { 0.0 } else { 4.0 });
     }
     held.abort();

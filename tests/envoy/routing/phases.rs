@@ -6,17 +6,7 @@ use serde_json::{Value, json};
 use warmroute_testbed::deployment::{EngineProcess, EngineSpec};
 
 use crate::routing::bed::{RoutedAnswer, RoutingBed, chat, engine_for, essay, stream};
-
-const PREFILL: [u64; 2] = [11, 12];
-const DECODE: [u64; 2] = [21, 22];
-
-fn pools() -> Vec<EngineSpec> {
-    let prefill = PREFILL.map(|id| engine_for("prefill", id));
-    prefill
-        .into_iter()
-        .chain(DECODE.map(|id| engine_for("decode", id)))
-        .collect()
-}
+use crate::routing::call::{DECODE, PREFILL, phases, pools};
 
 /// Returns the prefill worker in the headers of the decode request, or `None` if they name none.
 fn prefill_of(bed: &RoutingBed, answer: &RoutedAnswer) -> Option<u64> {
@@ -69,16 +59,13 @@ async fn list_workers(bed: &RoutingBed, wanted: impl Fn(u64) -> bool) {
         .map(EngineProcess::worker_entry)
         .collect();
     bed.stack.write_worker_entries(&json!(entries)).unwrap();
-    bed.wait_metrics("the fleet follows", |page| {
-        page.sum("workers", &[]) == entries.len() as f64
-    })
-    .await;
+    bed.wait_metric("workers", &[], entries.len() as f64).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn decode_request_names_both_workers() {
     let config = json!({"routing": {"policy": "round_robin"}});
-    let bed = RoutingBed::start(&pools(), config).await;
+    let bed = RoutingBed::start(&pools(&[]), config).await;
     let mut prefills = BTreeSet::new();
     let mut decodes = BTreeSet::new();
     for topic in 0..30 {
@@ -96,29 +83,18 @@ async fn decode_request_names_both_workers() {
     // No condition is configured, so no prompt is too short or too warm for a remote prefill.
     let again = bed.ask(&chat(&essay(0))).await;
     assert!(prefill_of(&bed, &again).is_some(), "{again:?}");
-    assert_eq!(
-        bed.metrics()
-            .await
-            .sum("phase_plans_total", &[("plan", "remote_prefill")]),
-        31.0
-    );
+    assert_eq!(phases(&bed, "remote_prefill").await, 31.0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn prefill_is_booked_until_the_first_token() {
     // Slow enough to observe the load during the decode phase.
+    let decode = EngineSpec::new(21).with(&["--step-us", "30000"]);
     let specs = [
         engine_for("prefill", 11),
-        EngineSpec::new(21).with(&["--step-us", "30000"]),
+        decode.with_worker_fields(json!({"role": "decode"})),
     ];
-    let specs = specs.map(|spec| {
-        if spec.id == 21 {
-            spec.with_worker_fields(json!({"role": "decode"}))
-        } else {
-            spec
-        }
-    });
     let bed = RoutingBed::start(&specs, json!({})).await;
     bed.set_first_tokens(21, false).await;
     let mut response = bed.post(&stream(&essay(1), 200)).send().await.unwrap();
@@ -161,7 +137,7 @@ async fn prefill_is_booked_until_the_first_token() {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn enforced_remote_prefill_rejects_without_workers() {
     let bed = RoutingBed::start(
-        &pools(),
+        &pools(&[]),
         json!({"routing": {"disaggregation": {"enforce": true}}}),
     )
     .await;

@@ -2,7 +2,6 @@
 //! prompt.
 
 use serde_json::{Value, json};
-use warmroute_testbed::deployment::EngineSpec;
 use warmroute_testbed::ports::until;
 
 use crate::routing::audit::sums;
@@ -13,24 +12,13 @@ use crate::routing::mirror;
 const PREFILL: u64 = 11;
 const DECODE: u64 = 21;
 
-fn pools() -> [EngineSpec; 2] {
-    [
+async fn bed() -> RoutingBed {
+    let pools = [
         engine_for("prefill", PREFILL).with(&NIXL),
         engine_for("decode", DECODE).with(&NIXL),
-    ]
-}
-
-async fn bed() -> RoutingBed {
-    start(
-        &pools(),
-        call_config(
-            json!({}),
-            json!({
-                "gateway": {"observe": "usage"},
-            }),
-        ),
-    )
-    .await
+    ];
+    let more = json!({"gateway": {"observe": "usage"}});
+    start(&pools, call_config(json!({}), more)).await
 }
 
 /// Returns the number of checks that confirmed the tokens of a worker by its events.
@@ -111,9 +99,9 @@ async fn prefill_that_envoy_mirrors_is_audited_as_undecided() {
         (&json!({}), &json!({})),
         "{sums:#}"
     );
-    let page = bed.metrics().await;
     assert_eq!(
-        page.sum("audit_responses_total", &[("outcome", "undecided")]),
+        bed.metric("audit_responses_total", &[("outcome", "undecided")])
+            .await,
         4.0
     );
     // warmroute itself sends the copy of a unary request, so it receives the report.

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
+use warmroute_testbed::merge_config;
 use warmroute_testbed::ports::until;
 
 use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine, full_duplex, stream};
@@ -14,10 +15,7 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Returns a configuration in which any prefill makes a worker busy.
 fn queue_config(more: &Value) -> Value {
     let mut queue = json!({"prefill_busy_threshold": 10});
-    queue
-        .as_object_mut()
-        .unwrap()
-        .extend(more.as_object().unwrap().clone());
+    merge_config(&mut queue, more);
     json!({"queue": queue})
 }
 
@@ -29,20 +27,31 @@ async fn busy(more: &Value) -> (RoutingBed, JoinHandle<RoutedAnswer>) {
     let ready = async || bed.ask(&chat("are you there?")).await.mode() == "exact";
     assert!(until(SOON, ready).await);
     bed.wait_idle().await;
+    let holder = hold(&bed).await;
+    (bed, holder)
+}
+
+/// Starts a prefill that runs until [`release`].
+async fn hold(bed: &RoutingBed) -> JoinHandle<RoutedAnswer> {
     bed.set_first_tokens(1, false).await;
     let holder = bed.send_in_background(&stream("one that keeps the worker busy", 4));
     bed.wait_load(1, "active_prefill_tokens", |tokens| tokens > 10)
         .await;
-    (bed, holder)
+    holder
+}
+
+/// Starts two requests and waits until they are queued.
+async fn two_waiting(bed: &RoutingBed) -> [JoinHandle<RoutedAnswer>; 2] {
+    [
+        waiting(bed, "first", 1.0).await,
+        waiting(bed, "second", 2.0).await,
+    ]
 }
 
 /// Starts a request and waits until it is queued.
 async fn waiting(bed: &RoutingBed, name: &str, queued: f64) -> JoinHandle<RoutedAnswer> {
     let sending = bed.send_in_background(&chat(name));
-    bed.wait_metrics(&format!("{name} waits"), |page| {
-        page.sum("queue_requests", &[]) == queued
-    })
-    .await;
+    bed.wait_metric("queue_requests", &[], queued).await;
     sending
 }
 
@@ -56,10 +65,7 @@ async fn release(bed: &RoutingBed, holder: JoinHandle<RoutedAnswer>) {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn queued_request_outlasts_envoy_message_timeout() {
     let (bed, holder) = busy(&json!({})).await;
-    let waiters = [
-        waiting(&bed, "first", 1.0).await,
-        waiting(&bed, "second", 2.0).await,
-    ];
+    let waiters = two_waiting(&bed).await;
     let page = bed.metrics().await;
     assert!(
         page.sum("queue_prompt_tokens", &[("class", "default")]) > 20.0,
@@ -118,10 +124,7 @@ async fn full_queue_rejects_with_retry_after() {
         "uncached_buckets": [{"min_tokens": 0, "bucket": "any"}], "classes": [class],
     }))
     .await;
-    let waiters = [
-        waiting(&bed, "first", 1.0).await,
-        waiting(&bed, "second", 2.0).await,
-    ];
+    let waiters = two_waiting(&bed).await;
     for body in [chat("too many"), stream("too many", 4)] {
         let refused = bed.ask(&body).await;
         let (code, message) = refused.error(429);
@@ -167,10 +170,7 @@ async fn full_queue_rejects_with_retry_after() {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn queued_request_falls_back_to_envoy_after_crash() {
     let (mut bed, holder) = busy(&json!({})).await;
-    let waiters = [
-        waiting(&bed, "first", 1.0).await,
-        waiting(&bed, "second", 2.0).await,
-    ];
+    let waiters = two_waiting(&bed).await;
     bed.stack.kill9_router();
     release(&bed, holder).await;
     for waiter in waiters {
@@ -189,10 +189,7 @@ async fn full_duplex_requests_are_queued_and_rejected() {
     }));
     config["requests"]["clients"] = json!({"trusted": true});
     let bed = RoutingBed::start_with_envoy(&[engine(1)], config, full_duplex).await;
-    bed.set_first_tokens(1, false).await;
-    let holder = bed.send_in_background(&stream("one that keeps the worker busy", 4));
-    bed.wait_load(1, "active_prefill_tokens", |tokens| tokens > 10)
-        .await;
+    let holder = hold(&bed).await;
     let waiter = waiting(&bed, "waits", 1.0).await;
     let long = "This one is long enough for many pieces. ".repeat(20_000);
     for question in ["short", &long] {

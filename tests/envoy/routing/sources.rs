@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use warmroute_testbed::deployment::{EngineSpec, MODEL};
 use warmroute_testbed::ports::until;
 
-use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine, essay};
+use crate::routing::bed::{RoutingBed, SOON, chat, engine, essay};
 use crate::support::model_file;
 
 /// Starts a deployment whose model is configured with this block size.
@@ -54,29 +54,13 @@ async fn assert_status(bed: &RoutingBed, id: u64, freshness: &str, reason: Value
         source(bed, id).await
     );
     let state = [("worker_id", &id.to_string()[..]), ("freshness", freshness)];
-    assert_eq!(
-        bed.metrics().await.sum("kv_event_source_freshness", &state),
-        1.0
-    );
+    assert_eq!(bed.metric("kv_event_source_freshness", &state).await, 1.0);
 }
 
 /// Waits until the events of a response have arrived.
 async fn wait_for_batch(bed: &RoutingBed, id: u64, before: &Value) {
     let more = async || source(bed, id).await["batches"] != before["batches"];
     assert!(until(SOON, more).await, "no batch after {before}");
-}
-
-fn cached(answer: &RoutedAnswer) -> u64 {
-    answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-        .as_u64()
-        .unwrap_or(0)
-}
-
-fn predicted(answer: &RoutedAnswer) -> u64 {
-    let header = answer.header("x-warmroute-predicted-cached-tokens");
-    header
-        .parse()
-        .unwrap_or_else(|_| panic!("nothing is predicted: {answer:?}"))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -94,7 +78,7 @@ async fn blocks_of_another_size_are_converted() {
             let least = (tokens - 1) / 32 * 32;
             let known = async || {
                 let query = bed.ask(&question).await;
-                query.engine() == warm && predicted(&query) >= least
+                query.engine() == warm && query.predicted() >= Some(least)
             };
             assert!(
                 until(SOON, known).await,
@@ -107,8 +91,8 @@ async fn blocks_of_another_size_are_converted() {
                 ("exact", warm),
                 "blocks of {of}: {again:?}"
             );
-            let predicted = predicted(&again);
-            let cached = cached(&again);
+            let predicted = again.predicted().unwrap();
+            let cached = again.cached_tokens();
             assert!(
                 predicted <= cached && cached < predicted + 32,
                 "blocks of {of}: {predicted} of {cached}"
@@ -119,9 +103,11 @@ async fn blocks_of_another_size_are_converted() {
             );
             assert_eq!(source(&bed, warm).await["engine_block_size"], json!(16));
         }
-        bed.wait_metrics("the mismatch is reported", |page| {
-            page.sum("engine_setting_mismatches", &[("setting", "block_size")]) == 2.0
-        })
+        bed.wait_metric(
+            "engine_setting_mismatches",
+            &[("setting", "block_size")],
+            2.0,
+        )
         .await;
         let mismatch =
             json!({"setting": "block_size", "configured": of.to_string(), "engine": "16"});
@@ -134,10 +120,11 @@ async fn blocks_of_another_size_are_converted() {
             "in blocks of {of}: {found}"
         );
         assert_eq!(
-            bed.metrics().await.sum(
+            bed.metric(
                 "kv_events_total",
                 &[("outcome", "filtered_block_size_mismatch")]
-            ),
+            )
+            .await,
             0.0
         );
     }

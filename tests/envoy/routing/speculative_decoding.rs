@@ -3,6 +3,7 @@
 
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::{BLOCK_SIZE, MODEL};
+use warmroute_testbed::merge_config;
 use warmroute_testbed::ports::until;
 
 use crate::routing::bed::{RoutingBed, SOON, chat, engine, essay, text};
@@ -17,10 +18,8 @@ async fn cached_tokens(bed: &RoutingBed, body: &Value) -> (u64, u64) {
     bed.settle().await;
     let answer = bed.ask(body).await;
     assert_eq!(answer.mode(), "exact", "{answer:?}");
-    let predicted = answer.header("x-warmroute-predicted-cached-tokens");
-    let usage = &answer.json()["usage"];
-    let reported = &usage["prompt_tokens_details"]["cached_tokens"];
-    (predicted.parse().unwrap(), reported.as_u64().unwrap_or(0))
+    let reported = &answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"];
+    (answer.predicted().unwrap(), reported.as_u64().unwrap_or(0))
 }
 
 /// Returns a prompt of token ids: a part that all prompts share, and an own part.
@@ -105,8 +104,7 @@ async fn prompts_that_diverge_after_a_block_are_exact() {
 async fn requests_without_cache_reads_are_exact() {
     let bed = start("none").await;
     let with = |mut body: Value, more: Value| {
-        let fields = body.as_object_mut().unwrap();
-        fields.extend(more.as_object().unwrap().clone());
+        merge_config(&mut body, &more);
         body
     };
     let (question, prompt) = (chat(&essay(1)), text(&essay(2)));

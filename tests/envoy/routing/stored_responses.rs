@@ -80,10 +80,10 @@ async fn stored_response_leads_requests_to_its_engine() {
     }
     let unknown = manage(&bed, Method::GET, "resp_unknown", "").await;
     assert_eq!(unknown.status, 404, "the engine responds: {unknown:?}");
-    let bound = bed.metrics().await.sum("stored_responses", &[]);
+    let bound = bed.metric("stored_responses", &[]).await;
     assert_eq!(bound, (2 * 3 * CONVERSATIONS) as f64);
     let unstored = respond(&bed, false, json!({"store": false})).await;
     unstored.engine();
-    assert_eq!(bed.metrics().await.sum("stored_responses", &[]), bound);
+    assert_eq!(bed.metric("stored_responses", &[]).await, bound);
     bed.wait_idle().await;
 }

@@ -2,7 +2,6 @@
 //! send the captured responses. The requests that they receive through Envoy and warmroute are
 //! compared with the captured ones.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,14 +11,12 @@ use axum::http::{HeaderMap, StatusCode, Uri, header};
 use axum::response::{IntoResponse as _, Response};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use tempfile::TempDir;
-use tokio::net::TcpListener;
 use tokio::sync::Barrier;
-use tokio::task::JoinHandle;
-use warmroute_testbed::deployment::LocalDeployment;
+use warmroute_testbed::merge_config;
 
-use crate::routing::bed::{RoutedAnswer, patient};
-use crate::support::deployment::programs;
+use crate::routing::bed::{RoutedAnswer, RoutingBed, patient};
+use crate::support::deployment::TestDeployment;
+use crate::support::local_server::LocalServer;
 use crate::support::model_file;
 
 const CAPTURED_PREFILL: &str = include_str!("../../data/prefill/vllm-nixl.json");
@@ -42,9 +39,8 @@ struct WireStep {
 
 /// Server that replaces an engine and returns captured responses, selected by request id.
 struct ScriptedEngine {
-    address: SocketAddr,
+    server: LocalServer,
     received: Arc<Mutex<Vec<ReceivedRequest>>>,
-    task: JoinHandle<()>,
 }
 
 #[derive(Clone)]
@@ -58,8 +54,6 @@ struct WireScript {
 
 impl ScriptedEngine {
     async fn start(steps: Vec<WireStep>, barrier: Option<usize>) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
         let received = Arc::<Mutex<Vec<ReceivedRequest>>>::default();
         let barrier = barrier.map(|count| Arc::new(Barrier::new(count)));
         let script = WireScript {
@@ -67,12 +61,10 @@ impl ScriptedEngine {
             received: received.clone(),
             barrier,
         };
-        let router = Router::new().fallback(answer).with_state(script);
-        let task = tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
+        let routes = Router::new().fallback(answer).with_state(script);
         Self {
-            address,
+            server: LocalServer::start(routes).await,
             received,
-            task,
         }
     }
 
@@ -86,12 +78,6 @@ impl ScriptedEngine {
                 .to_owned()
         });
         received
-    }
-}
-
-impl Drop for ScriptedEngine {
-    fn drop(&mut self) {
-        self.task.abort();
     }
 }
 
@@ -153,9 +139,7 @@ fn unknown() -> Value {
 
 fn with(body: &Value, more: &Value) -> Value {
     let mut body = body.clone();
-    body.as_object_mut()
-        .unwrap()
-        .extend(more.as_object().unwrap().clone());
+    merge_config(&mut body, more);
     body
 }
 
@@ -172,25 +156,17 @@ fn client_request(decode: &WireStep) -> String {
 }
 
 struct WireLog {
-    stack: LocalDeployment,
-    http: reqwest::Client,
+    bed: RoutingBed,
     prefill: ScriptedEngine,
     decode: ScriptedEngine,
-    _dir: TempDir,
 }
 
 impl WireLog {
     async fn start(barrier: Option<usize>) -> Self {
         let prefill = ScriptedEngine::start(steps([0, 3]), barrier).await;
         let decode = ScriptedEngine::start(steps([1, 4]), None).await;
-        let dir = tempfile::Builder::new()
-            .prefix("warmroute-wire-")
-            .tempdir()
-            .unwrap();
-        let mut stack = LocalDeployment::start_engines(&programs(), &[], dir.path())
-            .await
-            .unwrap();
-        let entry = |id: u64, role: &str, at: &ScriptedEngine| json!({"id": id, "role": role, "endpoint": at.address});
+        let entry = |id: u64, role: &str, at: &ScriptedEngine| json!({"id": id, "role": role, "endpoint": at.server.address});
+        let stack = TestDeployment::engines(&[]).await;
         stack
             .write_worker_entries(&json!([
                 entry(1, "prefill", &prefill),
@@ -198,7 +174,6 @@ impl WireLog {
             ]))
             .unwrap();
         let config = json!({
-            "gateway": {"response_headers": {"worker": true}},
             "models": [
                 {
                     "name": "tiny-qwen",
@@ -209,27 +184,18 @@ impl WireLog {
                 },
             ],
         });
-        stack.start_router(&config).await.unwrap();
-        let shipped = stack
-            .envoy_setup()
-            .shipped_config("disaggregated-call", &[])
-            .unwrap();
-        stack.start_envoy(&patient(&shipped)).await.unwrap();
         Self {
-            stack,
-            http: warmroute_runtime::tls::http_client_builder()
-                .build()
-                .unwrap(),
+            bed: RoutingBed::serving(stack, "disaggregated-call", config, patient).await,
             prefill,
             decode,
-            _dir: dir,
         }
     }
 
     async fn ask(&self, name: &str, body: String) -> RoutedAnswer {
         let request = self
+            .bed
             .http
-            .post(self.stack.url(CHAT))
+            .post(self.bed.url(CHAT))
             .header("content-type", "application/json");
         RoutedAnswer::of(request.header("x-request-id", name).body(body)).await
     }

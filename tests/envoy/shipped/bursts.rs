@@ -2,7 +2,7 @@
 //! permit of the test.
 
 use std::convert::Infallible;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,11 +11,12 @@ use axum::body::{Body, Bytes};
 use axum::extract::Request;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use futures_util::future::join_all;
 use futures_util::stream;
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
-use tokio::task::AbortHandle;
+
+use crate::support::local_server::LocalServer;
 
 /// Request header with the number of events in a streaming response.
 pub(crate) const EVENTS: &str = "x-events";
@@ -32,13 +33,11 @@ pub(crate) struct BurstEngine {
     pub(crate) event_permits: Arc<Semaphore>,
     /// Number of responses in progress.
     pub(crate) open: Arc<AtomicUsize>,
-    task: AbortHandle,
+    _server: LocalServer,
 }
 
 impl BurstEngine {
     pub(crate) async fn start(id: u64) -> Self {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-        let address = listener.local_addr().unwrap();
         let event_permits = Arc::new(Semaphore::new(0));
         let open = Arc::default();
         let gate = Arc::clone(&event_permits);
@@ -50,14 +49,35 @@ impl BurstEngine {
             response.headers_mut().insert("x-engine-id", id.into());
             response
         });
-        let task =
-            tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        let server = LocalServer::start(app).await;
         Self {
             id,
-            address,
+            address: server.address,
             event_permits,
             open,
-            task,
+            _server: server,
+        }
+    }
+
+    /// Starts engines with the ids from 1.
+    pub(crate) async fn start_all(count: u64) -> Vec<Self> {
+        join_all((1..=count).map(Self::start)).await
+    }
+
+    /// Returns the entries of engines for the workers file.
+    pub(crate) fn entries(engines: &[Self]) -> Value {
+        engines.iter().map(Self::entry).collect()
+    }
+
+    /// Returns the addresses of engines.
+    pub(crate) fn addresses(engines: &[Self]) -> Vec<SocketAddr> {
+        engines.iter().map(|engine| engine.address).collect()
+    }
+
+    /// Lets each engine send this number of paced events.
+    pub(crate) fn permit(engines: &[Self], events: usize) {
+        for engine in engines {
+            engine.event_permits.add_permits(events);
         }
     }
 
@@ -70,12 +90,6 @@ impl BurstEngine {
     /// Returns the entry for the workers file, without an event source.
     pub(crate) fn entry(&self) -> Value {
         json!({"id": self.id, "endpoint": self.address.to_string()})
-    }
-}
-
-impl Drop for BurstEngine {
-    fn drop(&mut self) {
-        self.task.abort();
     }
 }
 
@@ -154,9 +168,7 @@ pub(crate) async fn begin(
 ) -> (reqwest::Response, Vec<u8>) {
     workers.iter().for_each(BurstEngine::hold);
     let mut response = request.send().await.unwrap();
-    workers
-        .iter()
-        .for_each(|worker| worker.event_permits.add_permits(1));
+    BurstEngine::permit(workers, 1);
     let first = response.chunk().await.unwrap().unwrap();
     (response, first.to_vec())
 }
@@ -166,9 +178,7 @@ pub(crate) async fn is_whole(
     (mut response, mut text): (reqwest::Response, Vec<u8>),
     workers: &[BurstEngine],
 ) -> bool {
-    workers
-        .iter()
-        .for_each(|worker| worker.event_permits.add_permits(1_000));
+    BurstEngine::permit(workers, 1_000);
     loop {
         match response.chunk().await {
             Ok(Some(chunk)) => text.extend(chunk),

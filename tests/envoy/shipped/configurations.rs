@@ -7,14 +7,15 @@ use std::net::SocketAddr;
 use futures_util::StreamExt as _;
 use serde_json::{Value, json};
 use warmroute_server::ext_proc::routing_headers::RoutingHeaders;
-use warmroute_testbed::deployment::MODEL;
 use warmroute_testbed::envoy;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{FreePort, until};
 
 use crate::shipped::bursts::{BurstEngine, EVENTS, PACED, begin, is_whole};
 use crate::support::deployment::{
-    ChatAnswer, PATIENCE, TestDeployment, chat, essay, fast, with_response_headers,
+    PATIENCE, RoutedAnswer, TestDeployment, chat, essay, fast, with_response_headers,
 };
+
+const CHATS: &str = "/v1/chat/completions";
 
 /// Expected behaviour of a shipped Envoy configuration.
 #[derive(Clone, Copy, Debug)]
@@ -47,21 +48,16 @@ pub(crate) const SUBSET: ConfigurationCase = ConfigurationCase {
     status_without_warmroute: 503,
     status_without_workers: 503,
     takes_over: false,
-    survives: true,
+    ..STANDALONE
 };
 pub(crate) const ORIGINAL_DST: ConfigurationCase = ConfigurationCase {
     file: "original-dst",
-    status_without_warmroute: 503,
-    status_without_workers: 503,
-    takes_over: false,
-    survives: true,
+    ..SUBSET
 };
 pub(crate) const ROUTES: ConfigurationCase = ConfigurationCase {
     file: "route-per-header",
-    status_without_warmroute: 200,
-    status_without_workers: 200,
     takes_over: false,
-    survives: true,
+    ..STANDALONE
 };
 pub(crate) const GATEWAY_API: ConfigurationCase = ConfigurationCase {
     file: "gateway-api",
@@ -73,10 +69,8 @@ pub(crate) const GATEWAY_API: ConfigurationCase = ConfigurationCase {
 
 pub(crate) const XDS: ConfigurationCase = ConfigurationCase {
     file: "xds",
-    status_without_warmroute: 200,
     status_without_workers: 503,
-    takes_over: true,
-    survives: true,
+    ..STANDALONE
 };
 
 impl ConfigurationCase {
@@ -123,11 +117,7 @@ impl ConfigurationCase {
     async fn engines(self) -> TestDeployment {
         let mut deployment = TestDeployment::engines(&[fast(1), fast(2), fast(3)]).await;
         deployment.write_workers().unwrap();
-        let workers: Vec<_> = deployment
-            .engines
-            .iter()
-            .map(|engine| engine.address)
-            .collect();
+        let workers = deployment.addresses();
         self.serve(&mut deployment, &workers).await;
         deployment
     }
@@ -171,9 +161,9 @@ fn question(number: usize) -> Value {
     body
 }
 
-/// Returns a response body without id, time and cached tokens, which differ between equal requests.
-fn bytes(answer: &[u8]) -> String {
-    let mut text = String::from_utf8(answer.to_vec()).unwrap();
+/// Returns a response without id, time and cached tokens, which differ between equal requests.
+fn bytes(answer: RoutedAnswer) -> String {
+    let mut text = answer.text;
     for (key, end) in [
         ("\"id\":", ','),
         ("\"created\":", ','),
@@ -203,31 +193,22 @@ async fn assert_300_exact_requests(deployment: &TestDeployment) {
             .http
             .post(engine.url("/v1/chat/completions"))
             .json(&question(number));
-        known.insert(
-            number,
-            bytes(&direct.send().await.unwrap().bytes().await.unwrap()),
-        );
+        known.insert(number, bytes(RoutedAnswer::of(direct).await));
     }
     let answers = futures_util::stream::iter(0..300).map(async |at| {
         let number = (at * 7) % QUESTIONS;
-        (
-            number,
-            ChatAnswer::read(
-                deployment
-                    .post("/v1/chat/completions", &question(number))
-                    .await,
-            )
-            .await,
-        )
+        let question = question(number);
+        (number, deployment.post(CHATS, &question).await)
     });
     let answers: Vec<_> = answers.buffer_unordered(6).collect().await;
     let mut served = BTreeSet::new();
-    for (number, answered) in &answers {
+    assert_eq!(answers.len(), 300);
+    for (number, answered) in answers {
         answered.assert_exact();
-        assert_eq!(bytes(&answered.body), known[number], "question {number}");
         served.insert(answered.engine());
+        assert_eq!(bytes(answered), known[&number], "question {number}");
     }
-    assert_eq!((answers.len(), served.len()), (300, 3), "{served:?}");
+    assert_eq!(served.len(), 3, "{served:?}");
     deployment.idle().await;
 }
 
@@ -237,10 +218,7 @@ fn forged(
     number: usize,
     wanted: SocketAddr,
 ) -> reqwest::RequestBuilder {
-    let mut request = deployment
-        .http
-        .post(deployment.url("/v1/chat/completions"))
-        .json(&question(100 + number));
+    let mut request = deployment.request(CHATS, &question(100 + number));
     for name in RoutingHeaders::default().reserved_names() {
         let value = match name {
             name if name.contains("endpoint") || name.contains("host-port") => wanted.to_string(),
@@ -254,9 +232,8 @@ fn forged(
 
 async fn assert_forged_headers_ignored(deployment: &TestDeployment) {
     let ask = async |number: usize| {
-        let question = question(100 + number);
-        let answer = deployment.post("/v1/chat/completions", &question).await;
-        ChatAnswer::read(answer).await.engine().to_owned()
+        let answer = deployment.post(CHATS, &question(100 + number)).await;
+        answer.engine()
     };
     let mut homes = Vec::new();
     for number in 0..12 {
@@ -266,11 +243,11 @@ async fn assert_forged_headers_ignored(deployment: &TestDeployment) {
     // The prompts are cached, so only forged headers could lead to another engine.
     for (number, home) in homes.iter().enumerate() {
         let mut engines = deployment.engines.iter();
-        let other = engines.find(|engine| engine.spec.id.to_string() != *home);
+        let other = engines.find(|engine| engine.spec.id != *home);
         let request = forged(deployment, number, other.unwrap().address);
-        let answered = ChatAnswer::read(request.send().await.unwrap()).await;
+        let answered = RoutedAnswer::of(request).await;
         answered.assert_exact();
-        assert_eq!(answered.engine(), home, "forged headers take effect");
+        assert_eq!(answered.engine(), *home, "forged headers take effect");
     }
     deployment.idle().await;
 }
@@ -282,16 +259,13 @@ async fn assert_fallback_without_warmroute(
     deployment.kill9_router();
     let mut served = BTreeSet::new();
     for number in 0..12 {
-        let response = forged(deployment, number, deployment.engines[0].address)
-            .send()
-            .await
-            .unwrap();
+        let request = forged(deployment, number, deployment.engines[0].address);
+        let answered = RoutedAnswer::of(request).await;
         assert_eq!(
-            response.status(),
-            way.status_without_warmroute,
+            answered.status, way.status_without_warmroute,
             "without warmroute"
         );
-        served.insert(ChatAnswer::read(response).await.engine().to_owned());
+        served.insert(answered.header("x-engine-id").to_owned());
     }
     assert!(
         way.status_without_warmroute != 200 || served.len() > 1,
@@ -317,15 +291,10 @@ async fn assert_dead_worker_avoided(way: ConfigurationCase, deployment: &mut Tes
             "{rejected} of {number} requests were rejected:\n{}",
             deployment.router_log()
         );
-        let answered = ChatAnswer::read(
-            deployment
-                .post("/v1/chat/completions", &question(number))
-                .await,
-        )
-        .await;
+        let answered = deployment.post(CHATS, &question(number)).await;
         match answered.status.as_u16() {
             200 => {
-                assert_ne!(answered.engine(), "2");
+                assert_ne!(answered.engine(), 2);
                 in_a_row += 1;
             }
             503 => {
@@ -369,26 +338,21 @@ async fn assert_exact_routing(way: ConfigurationCase) {
     assert_dead_worker_avoided(way, &mut deployment).await;
 }
 
+/// Returns a request whose response has 50 events, which are sent one by one.
+fn paced(deployment: &TestDeployment) -> reqwest::RequestBuilder {
+    let request = deployment.request(CHATS, &chat(&essay(1)));
+    request.header(EVENTS, 50).header(PACED, 1)
+}
+
 /// Asserts the outcome of streaming responses and new requests while warmroute is killed or frozen.
 async fn assert_behavior_without_warmroute(way: ConfigurationCase) {
-    let workers = [
-        BurstEngine::start(1).await,
-        BurstEngine::start(2).await,
-        BurstEngine::start(3).await,
-    ];
+    let workers = BurstEngine::start_all(3).await;
     let mut deployment = TestDeployment::engines(&[]).await;
     deployment
-        .write_worker_entries(&workers.iter().map(BurstEngine::entry).collect())
+        .write_worker_entries(&BurstEngine::entries(&workers))
         .unwrap();
-    let addresses: Vec<_> = workers.iter().map(|worker| worker.address).collect();
+    let addresses = BurstEngine::addresses(&workers);
     way.serve(&mut deployment, &addresses).await;
-    let paced = |deployment: &TestDeployment| {
-        let request = deployment
-            .http
-            .post(deployment.url("/v1/chat/completions"))
-            .json(&chat(&essay(1)));
-        request.header(EVENTS, 50).header(PACED, 1)
-    };
     let open = begin(paced(&deployment), &workers).await;
     deployment.kill9_router();
     assert_eq!(
@@ -430,16 +394,7 @@ async fn assert_graceful_restart(
     own["process"]["drain"] = json!({"grace_period": "5s", "timeout": "60s"});
     deployment.kill9_router();
     deployment.start_router(&own).await.unwrap();
-    let paced = |deployment: &TestDeployment| {
-        let request = deployment
-            .http
-            .post(deployment.url("/v1/chat/completions"))
-            .json(&chat(&essay(1)));
-        request.header(EVENTS, 50).header(PACED, 1)
-    };
-    workers
-        .iter()
-        .for_each(|worker| worker.event_permits.add_permits(1_000));
+    BurstEngine::permit(workers, 1_000);
     let served = async || paced(&deployment).send().await.unwrap().status() == 200;
     assert!(until(PATIENCE, served).await);
     let open = begin(paced(&deployment), workers).await;
@@ -459,12 +414,8 @@ async fn assert_graceful_restart(
 }
 
 async fn assert_status_without_workers(way: ConfigurationCase) {
-    let workers = [
-        BurstEngine::start(1).await,
-        BurstEngine::start(2).await,
-        BurstEngine::start(3).await,
-    ];
-    let addresses: Vec<_> = workers.iter().map(|worker| worker.address).collect();
+    let workers = BurstEngine::start_all(3).await;
+    let addresses = BurstEngine::addresses(&workers);
     let mut deployment = TestDeployment::engines(&[]).await;
     deployment.write_worker_entries(&json!([])).unwrap();
     let mut config = way.warmroute();
@@ -478,13 +429,10 @@ async fn assert_status_without_workers(way: ConfigurationCase) {
     let envoy = way.envoy(&deployment, &addresses, "30s");
     deployment.start_envoy(&envoy).await.unwrap();
     for number in 0..6 {
-        let response = deployment
-            .post("/v1/chat/completions", &chat(&essay(number)))
-            .await;
-        assert_eq!(response.status(), way.status_without_workers);
+        let answered = deployment.ask(&essay(number)).await;
+        assert_eq!(answered.status, way.status_without_workers);
         if way.file == "gateway-api" {
-            let error: Value = response.json().await.unwrap();
-            assert!(error["error"]["code"].is_string(), "{error}");
+            assert!(answered.json()["error"]["code"].is_string(), "{answered:?}");
         }
     }
 }
@@ -492,22 +440,12 @@ async fn assert_status_without_workers(way: ConfigurationCase) {
 macro_rules! ways {
     ($($name:ident: $way:expr),+) => {$(
         mod $name {
-            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-            async fn requests_reach_their_chosen_workers() {
-                super::assert_exact_routing($way).await;
-            }
-
-            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-            async fn requests_without_warmroute_behave_as_documented() {
-                super::assert_behavior_without_warmroute($way).await;
-            }
-
-            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-            async fn requests_without_eligible_worker_behave_as_documented() {
-                super::assert_status_without_workers($way).await;
+            long_tests! {
+                requests_reach_their_chosen_workers: super::assert_exact_routing($way),
+                requests_without_warmroute_behave_as_documented:
+                    super::assert_behavior_without_warmroute($way),
+                requests_without_eligible_worker_behave_as_documented:
+                    super::assert_status_without_workers($way),
             }
         }
     )+};
@@ -523,47 +461,24 @@ ways! {
     xds: super::XDS
 }
 
-/// Returns the active requests of a worker in `/debug/load`.
-async fn active(deployment: &TestDeployment, id: u64) -> u64 {
-    let load = deployment.debug_page("load").await.unwrap();
-    let of = load
-        .as_array()
-        .unwrap()
-        .iter()
-        .filter(|rank| rank["rank"]["worker"] == json!(id.to_string()));
-    of.map(|rank| rank["active_requests"].as_u64().unwrap())
-        .sum()
-}
-
 async fn assert_bookings_follow(way: ConfigurationCase, change: impl FnOnce(String) -> String) {
     let alive = BurstEngine::start(2).await;
-    let dead = SocketAddr::from((
-        [127, 0, 0, 1],
-        warmroute_testbed::ports::FreePort::find()
-            .unwrap()
-            .release(),
-    ));
+    let dead = format!("127.0.0.1:{}", FreePort::find().unwrap().release());
     let mut deployment = TestDeployment::engines(&[]).await;
-    let entries = json!([{"id": 1, "endpoint": dead.to_string()}, alive.entry()]);
+    let entries = json!([{"id": 1, "endpoint": dead}, alive.entry()]);
     deployment.write_worker_entries(&entries).unwrap();
     deployment.start_router(&way.warmroute()).await.unwrap();
     let config = change(way.envoy(&deployment, &[], "30s"));
     deployment.start_envoy(&config).await.unwrap();
     let mut open = Vec::new();
     for number in 0..6 {
-        let request = deployment
-            .http
-            .post(deployment.url("/v1/chat/completions"))
-            .json(&chat(&essay(number)));
-        let response = request
-            .header(EVENTS, 5)
-            .header(PACED, 1)
-            .send()
-            .await
-            .unwrap();
+        let request = deployment.request(CHATS, &chat(&essay(number)));
+        let request = request.header(EVENTS, 5).header(PACED, 1);
+        let response = request.send().await.unwrap();
         assert_eq!(response.status(), 200);
         open.push(response);
-        let booked = async || (active(&deployment, 1).await, active(&deployment, 2).await);
+        let active = async |id| deployment.load(id, "active_requests").await;
+        let booked = async || (active(1).await, active(2).await);
         let wanted = (0, open.len() as u64);
         assert!(
             until(PATIENCE, async || booked().await == wanted).await,
@@ -571,11 +486,9 @@ async fn assert_bookings_follow(way: ConfigurationCase, change: impl FnOnce(Stri
             booked().await
         );
     }
-    let moved = deployment
-        .metrics()
-        .await
-        .sum("served_endpoint_mismatches_total", &[("outcome", "moved")]);
-    assert!(moved >= 1.0, "{}", deployment.metrics().await.text());
+    let page = deployment.metrics().await;
+    let moved = page.sum("served_endpoint_mismatches_total", &[("outcome", "moved")]);
+    assert!(moved >= 1.0, "{}", page.text());
     drop(open);
     deployment.idle().await;
 }
@@ -623,7 +536,7 @@ async fn subset_reaches_every_rank_of_an_address() {
         let answered = deployment.complete(&essay(number)).await;
         answered.assert_exact();
         served.insert((
-            answered.engine().to_owned(),
+            answered.engine(),
             answered.header("x-served-dp-rank").to_owned(),
         ));
         served.len() == 3
@@ -662,26 +575,18 @@ async fn subset_finds_host_by_each_id() {
     let found = until(PATIENCE, async || {
         number += 1;
         let answered = deployment.complete(&essay(number)).await;
-        assert_eq!(
-            (answered.status.as_u16(), answered.engine()),
-            (200, "1"),
-            "{answered:?}"
-        );
+        assert_eq!(answered.engine(), 1, "{answered:?}");
         // A move means that warmroute chose worker 2, whose id selects the host of worker 1.
+        let moved = [("outcome", "moved")];
         deployment
-            .metrics()
+            .metric("served_endpoint_mismatches_total", &moved)
             .await
-            .sum("served_endpoint_mismatches_total", &[("outcome", "moved")])
             > 0.0
     });
     assert!(found.await);
     for number in 0..20 {
         let answered = deployment.complete(&essay(number)).await;
-        assert_eq!(
-            (answered.status.as_u16(), answered.engine()),
-            (200, "1"),
-            "{answered:?}"
-        );
+        assert_eq!(answered.engine(), 1, "{answered:?}");
     }
 }
 
@@ -692,11 +597,7 @@ async fn gateway_subset_hint_is_followed_or_gets_503() {
     let mut deployment = GATEWAY_API.engines().await;
     let wanted = deployment.engines[2].address;
     for (hint, status) in [(wanted.to_string(), 200), (String::new(), 503)] {
-        let workers: Vec<_> = deployment
-            .engines
-            .iter()
-            .map(|engine| engine.address)
-            .collect();
+        let workers = deployment.addresses();
         let config = GATEWAY_API.envoy(&deployment, &workers, "30s");
         let mut config: Value = serde_saphyr::from_str(&config).unwrap();
         let filters =
@@ -713,15 +614,13 @@ async fn gateway_subset_hint_is_followed_or_gets_503() {
         );
         deployment.start_envoy(&config.to_string()).await.unwrap();
         for number in 0..10 {
-            let body = json!({"model": MODEL, "prompt": essay(number), "max_tokens": 2});
-            let answered = ChatAnswer::read(deployment.post("/v1/completions", &body).await).await;
+            let answered = deployment.complete(&essay(number)).await;
             assert_eq!(answered.status, status, "{answered:?}");
             if status == 200 {
                 answered.assert_exact();
-                assert_eq!(answered.engine(), "3");
+                assert_eq!(answered.engine(), 3);
             } else {
-                let error: Value = serde_json::from_slice(&answered.body).unwrap();
-                assert!(error["error"]["code"].is_string(), "{error}");
+                assert!(answered.json()["error"]["code"].is_string(), "{answered:?}");
             }
         }
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt as _;
 use futures_util::future::join_all;
 use reqwest::{RequestBuilder, StatusCode, Version};
-use serde_json::{Value, json};
+use serde_json::json;
 use warmroute_testbed::ports::until;
 
 use crate::shipped::bursts::{BYTES, BurstEngine, EVENTS, PACED, piece, whole};
@@ -31,17 +31,12 @@ impl Deref for ProbeBed {
 
 impl ProbeBed {
     async fn start(change: impl FnOnce(&str) -> String) -> Self {
-        let workers = vec![BurstEngine::start(1).await, BurstEngine::start(2).await];
+        let workers = BurstEngine::start_all(2).await;
         let mut deployment = TestDeployment::engines(&[]).await;
         deployment
-            .write_worker_entries(&workers.iter().map(BurstEngine::entry).collect())
+            .write_worker_entries(&BurstEngine::entries(&workers))
             .unwrap();
-        deployment
-            .start_router(&with_response_headers(json!({})))
-            .await
-            .unwrap();
-        let config = change(&deployment.envoy_config());
-        deployment.start_envoy(&config).await.unwrap();
+        deployment.serve(json!({}), change).await;
         Self {
             deployment,
             workers,
@@ -63,9 +58,7 @@ impl ProbeBed {
 
     /// Lets each worker send one more event. Only one worker has a request.
     fn let_one_go(&self) {
-        for worker in &self.workers {
-            worker.event_permits.add_permits(1);
-        }
+        BurstEngine::permit(&self.workers, 1);
     }
 
     /// Removes the permits that workers without a request have not used.
@@ -80,26 +73,13 @@ impl ProbeBed {
             .sum()
     }
 
-    /// Returns a field of `/debug/load`, summed over all ranks.
-    async fn load(&self, field: &str) -> u64 {
-        let load = self.debug_page("load").await.unwrap();
-        load.as_array()
-            .unwrap()
-            .iter()
-            .map(|rank| rank[field].as_u64().unwrap())
-            .sum()
-    }
-
     async fn probes(&self, outcome: &str) -> f64 {
-        self.metrics()
+        self.metric("first_token_streams_total", &[("outcome", outcome)])
             .await
-            .sum("first_token_streams_total", &[("outcome", outcome)])
     }
 
     async fn first_tokens(&self) -> f64 {
-        self.metrics()
-            .await
-            .sum("time_to_first_token_seconds_count", &[])
+        self.metric("time_to_first_token_seconds_count", &[]).await
     }
 }
 
@@ -193,7 +173,7 @@ async fn tokens_are_undelayed_and_first_ends_prefill() {
     let mut response = bed.paced(20).send().await.unwrap();
     assert_eq!(response.status(), 200);
     assert!(
-        bed.load("active_prefill_tokens").await > 0,
+        bed.total_load("active_prefill_tokens").await > 0,
         "the headers alone do not end the prefill"
     );
     let mut text = String::new();
@@ -204,13 +184,17 @@ async fn tokens_are_undelayed_and_first_ends_prefill() {
         text.push_str(std::str::from_utf8(&chunk).unwrap());
         if at == 0 {
             let over = until(PATIENCE, async || {
-                bed.load("active_prefill_tokens").await == 0
+                bed.total_load("active_prefill_tokens").await == 0
             });
             assert!(over.await, "the first token is counted");
             assert_eq!(bed.first_tokens().await, 1.0);
         }
         if at < 20 {
-            assert_eq!(bed.load("active_requests").await, 1, "after {at} events");
+            assert_eq!(
+                bed.total_load("active_requests").await,
+                1,
+                "after {at} events"
+            );
         }
     }
     assert_eq!(response.chunk().await.unwrap(), None);
@@ -228,7 +212,10 @@ async fn disconnect_frees_worker_before_and_after_first_token() {
             bed.let_one_go();
             response.chunk().await.unwrap().unwrap();
         }
-        assert_eq!((bed.load("active_requests").await, bed.open()), (1, 1));
+        assert_eq!(
+            (bed.total_load("active_requests").await, bed.open()),
+            (1, 1)
+        );
         drop(response);
         bed.idle().await;
         assert!(
@@ -255,9 +242,7 @@ async fn responses_are_whole_across_warmroute_restart() {
         .await
     );
     bed.deployment.kill9_router();
-    bed.workers
-        .iter()
-        .for_each(|worker| worker.event_permits.add_permits(10_000));
+    BurstEngine::permit(&bed.workers, 10_000);
     for text in join_all(open.into_iter().map(reqwest::Response::text)).await {
         assert_eq!(text.unwrap(), whole(30));
     }
@@ -279,16 +264,8 @@ async fn responses_are_whole_across_warmroute_restart() {
         .start_router(&with_response_headers(json!({})))
         .await
         .unwrap();
-    assert!(
-        until(PATIENCE, async || bed
-            .request(&bed.http, 1)
-            .send()
-            .await
-            .unwrap()
-            .headers()
-            .contains_key("x-warmroute-mode"))
-        .await
-    );
+    let is_routed = async || !bed.ask(&essay(1)).await.mode().is_empty();
+    assert!(until(PATIENCE, is_routed).await);
     let before = bed.probes("observed").await;
     let requests = (0..50).map(|at| bed.request(&bed.http, at).header(EVENTS, 500));
     assert_eq!(exact(requests, &whole(500)).await, 50);
@@ -343,16 +320,15 @@ async fn local_replies_pass_the_probe() {
     let unknown =
         json!({"model": "absent-model", "messages": [{"role": "user", "content": "hello"}]});
     for _ in 0..20 {
-        let response = bed.post("/v1/chat/completions", &unknown).await;
-        assert_eq!(response.status(), 404);
-        let error: Value = response.json().await.unwrap();
-        assert!(error["error"]["message"].as_str().is_some(), "{error}");
+        let answer = bed.post("/v1/chat/completions", &unknown).await;
+        assert_eq!(answer.status, 404);
+        assert!(answer.json()["error"]["message"].is_string(), "{answer:?}");
     }
     // All workers stop, so Envoy responds itself.
     bed.workers.clear();
-    let response = bed.request(&bed.http, 1).send().await.unwrap();
-    assert_eq!(response.status(), 503);
-    assert!(!response.text().await.unwrap().is_empty());
+    let answer = bed.ask(&essay(1)).await;
+    assert_eq!(answer.status, 503);
+    assert!(!answer.text.is_empty());
     assert!(
         until(PATIENCE, async || bed.probes("no_token").await >= 20.0).await,
         "{}",

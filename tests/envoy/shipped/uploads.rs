@@ -1,6 +1,5 @@
 //! Large uploads and small requests on Envoy's one connection to warmroute.
 
-use serde_json::json;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
@@ -34,18 +33,6 @@ async fn upload(port: u16) {
     std::future::pending::<()>().await;
 }
 
-/// Returns a counter or gauge of Envoy's cluster `ext_proc`, or 0 if it does not exist yet.
-async fn cluster_stat(deployment: &TestDeployment, name: &str) -> u64 {
-    let name = format!("cluster.ext_proc.{name}");
-    let url = deployment
-        .envoy_setup()
-        .admin_url(&format!("/stats?filter=^{name}$"));
-    let response = deployment.http.get(&url).send().await.unwrap();
-    let page = response.text().await.unwrap();
-    let value = page.trim().strip_prefix(&name);
-    value.map_or(0, |value| value.trim_start_matches(": ").parse().unwrap())
-}
-
 /// While warmroute does not read, Envoy must not queue the uploads: everything that it queues is
 /// sent before the small requests that arrive later.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -53,7 +40,7 @@ async fn cluster_stat(deployment: &TestDeployment, name: &str) -> u64 {
 async fn large_uploads_do_not_delay_small_requests() {
     let mut deployment = TestDeployment::engines(&[fast(1)]).await;
     deployment.write_workers().unwrap();
-    let workers = [deployment.engines[0].address];
+    let workers = deployment.addresses();
     let router_config = GATEWAY_API.warmroute();
     deployment.start_router(&router_config).await.unwrap();
     let config = GATEWAY_API.envoy(&deployment, &workers, "30s");
@@ -76,8 +63,13 @@ async fn large_uploads_do_not_delay_small_requests() {
     (0..UPLOADS).for_each(|_| drop(uploads.spawn(upload(port))));
     let mut queued = 0;
     let blocked = until(PATIENCE, async || {
-        queued = cluster_stat(&deployment, "http2.pending_send_bytes").await;
-        let paused = cluster_stat(&deployment, "upstream_flow_control_backed_up_total").await;
+        let stat = async |name| {
+            deployment
+                .envoy_stat(&format!("cluster.ext_proc.{name}"))
+                .await
+        };
+        queued = stat("http2.pending_send_bytes").await;
+        let paused = stat("upstream_flow_control_backed_up_total").await;
         paused >= UPLOADS || queued > UPLOADS * MAX_QUEUED_BYTES
     })
     .await;
@@ -87,8 +79,6 @@ async fn large_uploads_do_not_delay_small_requests() {
         queued <= UPLOADS * MAX_QUEUED_BYTES,
         "Envoy queues {queued} bytes"
     );
-    let request = json!({"model": MODEL, "prompt": essay(1), "max_tokens": 2});
-    let response = deployment.post("/v1/completions", &request).await;
-    assert_eq!(response.status(), 200);
+    assert_eq!(deployment.complete(&essay(1)).await.status, 200);
     assert_eq!(uploads.len() as u64, UPLOADS, "an upload has failed");
 }

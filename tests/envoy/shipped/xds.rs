@@ -2,7 +2,6 @@
 //! of either side, and a client with requests that Envoy never sends.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
 
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
@@ -17,7 +16,7 @@ use warmroute_testbed::ports::{FreePort, until};
 
 use crate::shipped::bursts::BurstEngine;
 use crate::shipped::configurations::{STANDALONE, XDS};
-use crate::support::deployment::{PATIENCE, TestDeployment, chat, essay, fast};
+use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast};
 
 /// Returns the EDS configuration source of the cluster in the shipped file.
 fn source(config: &mut Value) -> &mut Value {
@@ -53,13 +52,8 @@ async fn endpoints(
     envoy: &EnvoySetup<'_>,
     cluster: &str,
 ) -> BTreeMap<String, String> {
-    let response = deployment
-        .http
-        .get(envoy.admin_url("/clusters?format=json"))
-        .send()
-        .await
-        .unwrap();
-    let page: Value = response.json().await.unwrap();
+    let page = deployment.page(envoy.admin_url("/clusters?format=json"));
+    let page: Value = serde_json::from_str(&page.await).unwrap();
     let clusters = page["cluster_statuses"].as_array().unwrap();
     let hosts = clusters.iter().filter(|status| status["name"] == cluster);
     let hosts = hosts.flat_map(|status| status["host_statuses"].as_array().into_iter().flatten());
@@ -81,22 +75,40 @@ async fn endpoints(
         .collect()
 }
 
-async fn wait_for_endpoints(
-    deployment: &TestDeployment,
-    envoy: &EnvoySetup<'_>,
-    expected: &[(SocketAddr, &str)],
-) {
+/// Waits until Envoy has exactly these workers, with these health statuses.
+async fn wait_for_endpoints(deployment: &TestDeployment, expected: &[(&BurstEngine, &str)]) {
     let expected: BTreeMap<String, String> = expected
         .iter()
-        .map(|(address, health)| (address.to_string(), (*health).to_owned()))
+        .map(|(worker, health)| (worker.address.to_string(), (*health).to_owned()))
         .collect();
-    let is_there = async || endpoints(deployment, envoy, "workers").await == expected;
+    let envoy = deployment.envoy_setup();
+    let is_there = async || endpoints(deployment, &envoy, "workers").await == expected;
     let found = until(PATIENCE, is_there).await;
     assert!(
         found,
         "{:?}, not {expected:?}",
-        endpoints(deployment, envoy, "workers").await
+        endpoints(deployment, &envoy, "workers").await
     );
+}
+
+/// Waits until Envoy has exactly these healthy workers.
+async fn wait_for_healthy(deployment: &TestDeployment, workers: &[&BurstEngine]) {
+    let healthy: Vec<_> = workers.iter().map(|worker| (*worker, "HEALTHY")).collect();
+    wait_for_endpoints(deployment, &healthy).await;
+}
+
+fn list_workers(deployment: &TestDeployment, workers: &[&BurstEngine]) {
+    deployment.write_worker_entries(&entries(workers)).unwrap();
+}
+
+/// Waits until this number of Envoys is connected.
+async fn wait_for_envoys(deployment: &TestDeployment, count: usize) {
+    let connected = async || {
+        let envoys = deployment.debug_page("envoys").await.unwrap();
+        envoys.as_array().unwrap().len() == count
+    };
+    let reached = until(PATIENCE, connected).await;
+    assert!(reached, "{}", deployment.router_log());
 }
 
 fn entries(workers: &[&BurstEngine]) -> Value {
@@ -111,56 +123,23 @@ async fn assert_envoy_follows(kind: &str, aggregated: bool) {
         BurstEngine::start(3).await,
     ];
     let mut deployment = TestDeployment::engines(&[]).await;
-    deployment
-        .write_worker_entries(&entries(&[&one, &two]))
-        .unwrap();
+    list_workers(&deployment, &[&one, &two]);
     deployment.start_router(&XDS.warmroute()).await.unwrap();
     let config = variant(&XDS.envoy(&deployment, &[], "30s"), kind, aggregated);
     deployment.start_envoy(&config).await.unwrap();
-    let envoy = deployment.envoy_setup();
-    wait_for_endpoints(
-        &deployment,
-        &envoy,
-        &[(one.address, "HEALTHY"), (two.address, "HEALTHY")],
-    )
-    .await;
+    wait_for_healthy(&deployment, &[&one, &two]).await;
 
-    deployment
-        .write_worker_entries(&entries(&[&one, &two, &three]))
-        .unwrap();
-    wait_for_endpoints(
-        &deployment,
-        &envoy,
-        &[
-            (one.address, "HEALTHY"),
-            (two.address, "HEALTHY"),
-            (three.address, "HEALTHY"),
-        ],
-    )
-    .await;
+    list_workers(&deployment, &[&one, &two, &three]);
+    wait_for_healthy(&deployment, &[&one, &two, &three]).await;
 
     let mut drains = entries(&[&one, &three]);
     drains[0]["draining"] = json!(true);
     deployment.write_worker_entries(&drains).unwrap();
-    wait_for_endpoints(
-        &deployment,
-        &envoy,
-        &[(one.address, "DRAINING"), (three.address, "HEALTHY")],
-    )
-    .await;
+    wait_for_endpoints(&deployment, &[(&one, "DRAINING"), (&three, "HEALTHY")]).await;
     one.event_permits.add_permits(1_000);
     three.event_permits.add_permits(1_000);
     for number in 0..10 {
-        let response = deployment
-            .post("/v1/chat/completions", &chat(&essay(number)))
-            .await;
-        assert_eq!(
-            (
-                response.status().as_u16(),
-                response.headers()["x-engine-id"].to_str().unwrap()
-            ),
-            (200, "3")
-        );
+        assert_eq!(deployment.ask(&essay(number)).await.engine(), 3);
     }
 
     assert_envoy_is_listed(&deployment, kind).await;
@@ -195,28 +174,11 @@ async fn assert_envoy_is_listed(deployment: &TestDeployment, kind: &str) {
     assert_eq!(page.sum("xds_updates_total", &[("outcome", "nacked")]), 0.0);
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn sotw_eds_follows_workers() {
-    assert_envoy_follows("GRPC", false).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn sotw_ads_follows_workers() {
-    assert_envoy_follows("GRPC", true).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn delta_eds_follows_workers() {
-    assert_envoy_follows("DELTA_GRPC", false).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn delta_ads_follows_workers() {
-    assert_envoy_follows("DELTA_GRPC", true).await;
+long_tests! {
+    sotw_eds_follows_workers: assert_envoy_follows("GRPC", false),
+    sotw_ads_follows_workers: assert_envoy_follows("GRPC", true),
+    delta_eds_follows_workers: assert_envoy_follows("DELTA_GRPC", false),
+    delta_ads_follows_workers: assert_envoy_follows("DELTA_GRPC", true),
 }
 
 /// Starts another Envoy for the same deployment, on other ports.
@@ -279,17 +241,7 @@ async fn new_worker_is_chosen_after_all_envoys_acknowledge() {
     let config = config_with_xds_port(&deployment, xds);
     deployment.start_envoy(&config).await.unwrap();
     let (_second, port, _) = start_another_envoy(&deployment, &config).await;
-    let listen = async || {
-        deployment
-            .debug_page("envoys")
-            .await
-            .unwrap()
-            .as_array()
-            .unwrap()
-            .len()
-            == 2
-    };
-    assert!(until(PATIENCE, listen).await, "{}", deployment.router_log());
+    wait_for_envoys(&deployment, 2).await;
     let url = format!("http://127.0.0.1:{port}/v1/completions");
     let ready = async || {
         deployment
@@ -334,48 +286,20 @@ async fn new_worker_is_chosen_after_all_envoys_acknowledge() {
 async fn restart_of_either_side_loses_no_worker() {
     let [one, two] = [BurstEngine::start(1).await, BurstEngine::start(2).await];
     let mut deployment = TestDeployment::engines(&[]).await;
-    deployment.write_worker_entries(&entries(&[&one])).unwrap();
+    list_workers(&deployment, &[&one]);
     XDS.serve(&mut deployment, &[]).await;
     let config = XDS.envoy(&deployment, &[], "30s");
-    let healthy = |worker: &BurstEngine| (worker.address, "HEALTHY");
-    wait_for_endpoints(&deployment, &deployment.envoy_setup(), &[healthy(&one)]).await;
+    wait_for_healthy(&deployment, &[&one]).await;
     deployment.kill9_router();
     one.event_permits.add_permits(1_000);
-    let answer = deployment
-        .post("/v1/chat/completions", &chat(&essay(1)))
-        .await;
-    assert_eq!(answer.status(), 200);
-    deployment
-        .write_worker_entries(&entries(&[&one, &two]))
-        .unwrap();
+    assert_eq!(deployment.ask(&essay(1)).await.status, 200);
+    list_workers(&deployment, &[&one, &two]);
     deployment.start_router(&XDS.warmroute()).await.unwrap();
-    wait_for_endpoints(
-        &deployment,
-        &deployment.envoy_setup(),
-        &[healthy(&one), healthy(&two)],
-    )
-    .await;
+    wait_for_healthy(&deployment, &[&one, &two]).await;
     deployment.start_envoy(&config).await.unwrap();
-    wait_for_endpoints(
-        &deployment,
-        &deployment.envoy_setup(),
-        &[healthy(&one), healthy(&two)],
-    )
-    .await;
-    let alone = async || {
-        deployment
-            .debug_page("envoys")
-            .await
-            .unwrap()
-            .as_array()
-            .unwrap()
-            .len()
-            == 1
-    };
-    assert!(
-        until(PATIENCE, alone).await,
-        "the old Envoy is disconnected"
-    );
+    wait_for_healthy(&deployment, &[&one, &two]).await;
+    // The old Envoy is disconnected.
+    wait_for_envoys(&deployment, 1).await;
 }
 
 /// One Envoy has a cluster for each role, and a cluster that warmroute does not know.
@@ -402,12 +326,7 @@ async fn clusters_have_their_configured_workers() {
     }
     deployment.start_envoy(&config.to_string()).await.unwrap();
     let envoy = deployment.envoy_setup();
-    wait_for_endpoints(
-        &deployment,
-        &envoy,
-        &[(one.address, "HEALTHY"), (two.address, "HEALTHY")],
-    )
-    .await;
+    wait_for_healthy(&deployment, &[&one, &two]).await;
     let found = endpoints(&deployment, &envoy, "prefill").await;
     assert_eq!(found.keys().collect::<Vec<_>>(), [&two.address.to_string()]);
     assert!(endpoints(&deployment, &envoy, "unknown").await.is_empty());
@@ -433,7 +352,7 @@ async fn clusters_have_their_configured_workers() {
 async fn rejecting_client_is_shown_and_blocks_nothing() {
     let [one, two] = [BurstEngine::start(1).await, BurstEngine::start(2).await];
     let mut deployment = TestDeployment::engines(&[]).await;
-    deployment.write_worker_entries(&entries(&[&one])).unwrap();
+    list_workers(&deployment, &[&one]);
     let xds = FreePort::find().unwrap().release();
     let mut own = STANDALONE.warmroute();
     own["envoy"] = json!({"xds": {"address": format!("127.0.0.1:{xds}")}});
@@ -476,17 +395,13 @@ async fn rejecting_client_is_shown_and_blocks_nothing() {
     };
     request_tx.send(unknown_type).await.unwrap();
     // The client does not acknowledge the update, and the new worker is used nevertheless.
-    deployment
-        .write_worker_entries(&entries(&[&one, &two]))
-        .unwrap();
+    list_workers(&deployment, &[&one, &two]);
     let second = answers.message().await.unwrap().unwrap();
     assert_ne!(
         (&first.version_info, &first.nonce),
         (&second.version_info, &second.nonce)
     );
-    deployment
-        .wait_metrics("both in fleet", |page| page.sum("workers", &[]) == 2.0)
-        .await;
+    deployment.wait_metric("workers", &[], 2.0).await;
     drop(answers);
     drop(request_tx);
     let gone = async || deployment.debug_page("envoys").await.unwrap() == json!([]);

@@ -10,8 +10,7 @@ use axum::response::IntoResponse;
 use rustls::pki_types::ServerName;
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tokio::net::{TcpListener, TcpStream};
-use tokio::task::AbortHandle;
+use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tonic::transport::Endpoint;
 use tonic_health::pb::HealthCheckRequest;
@@ -23,6 +22,7 @@ use warmroute_testbed::ports::FreePort;
 
 use crate::support::api_server::{ApiServer, TOKEN};
 use crate::support::clients;
+use crate::support::local_server::LocalServer;
 
 /// Timeout of waits, far longer than any step takes.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
@@ -160,22 +160,16 @@ impl EndpointPicker {
 /// request asks for. Stops on drop.
 pub(crate) struct ConformanceBackend {
     address: SocketAddr,
-    task: AbortHandle,
+    _server: LocalServer,
 }
 
 impl ConformanceBackend {
     pub(crate) async fn start(address: SocketAddr) -> Self {
-        let listener = TcpListener::bind(address).await.unwrap();
-        let app = Router::new().fallback(move |headers| echo(address, headers));
-        let task =
-            tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
-        Self { address, task }
-    }
-}
-
-impl Drop for ConformanceBackend {
-    fn drop(&mut self) {
-        self.task.abort();
+        let routes = |_| Router::new().fallback(move |headers| echo(address, headers));
+        Self {
+            address,
+            _server: LocalServer::start_at(address, routes).await,
+        }
     }
 }
 

@@ -130,16 +130,8 @@ impl LoadSite {
         let mut blocks = 0;
         for engine in engines {
             let url = self.deployment.engines[*engine].url("/sim/state");
-            let state: Value = self
-                .deployment
-                .http
-                .get(url)
-                .send()
-                .await
-                .unwrap()
-                .json()
-                .await
-                .unwrap();
+            let state = self.deployment.page(url).await;
+            let state: Value = serde_json::from_str(&state).unwrap();
             blocks += state["ranks"][0]["cached"].as_array().unwrap().len() as u64;
         }
         blocks
@@ -168,11 +160,7 @@ impl LoadSite {
     /// Waits until the index contains exactly the blocks of these engines. No request may be
     /// active.
     async fn wait_index_matches(&self, engines: &[usize]) {
-        let indexed = async || {
-            self.deployment.debug_page("index").await.unwrap()["total"]["device"]
-                .as_u64()
-                .unwrap()
-        };
+        let indexed = async || self.deployment.indexed_blocks().await;
         let is_equal = async || indexed().await == self.cached(engines).await;
         let matches = until(PATIENCE, is_equal).await;
         assert!(
@@ -187,15 +175,7 @@ impl LoadSite {
 /// Returns the hosts to which Envoy sends requests.
 pub(crate) async fn endpoints(deployment: &TestDeployment) -> BTreeSet<String> {
     let url = deployment.envoy_setup().admin_url("/clusters?format=json");
-    let page: Value = deployment
-        .http
-        .get(url)
-        .send()
-        .await
-        .unwrap()
-        .json()
-        .await
-        .unwrap();
+    let page: Value = serde_json::from_str(&deployment.page(url).await).unwrap();
     let workers = page["cluster_statuses"]
         .as_array()
         .unwrap()
@@ -334,17 +314,9 @@ async fn terminate_pod(site: &LoadSite) {
         pod["metadata"]["deletionTimestamp"] = json!("2026-11-22T10:00:00Z")
     });
     site.serves(&[3, 2]).await;
-    site.deployment
-        .wait_metrics("the draining worker is still listed", |page| {
-            page.sum("workers", &[]) == 3.0
-        })
-        .await;
+    site.deployment.wait_metric("workers", &[], 3.0).await;
     site.server.delete("pods", "a");
-    site.deployment
-        .wait_metrics("the worker is removed", |page| {
-            page.sum("workers", &[]) == 2.0
-        })
-        .await;
+    site.deployment.wait_metric("workers", &[], 2.0).await;
     assert_eq!(site.indexed(0).await, None);
 }
 
@@ -358,19 +330,11 @@ async fn change_fleet_during_outage(site: &mut LoadSite) {
     });
     site.server.change("pods", "c", |pod| ready(pod, false));
     site.server.compact();
-    let is_down =
-        |page: &crate::support::openmetrics::OpenMetricsPage| page.sum("discovery_up", &[]) == 0.0;
-    site.deployment
-        .wait_metrics("discovery_up reports the outage", is_down)
-        .await;
+    site.deployment.wait_metric("discovery_up", &[], 0.0).await;
     site.serves(&[3, 2]).await;
     outage.await;
     site.serves(&[3, 2]).await;
     site.server.resume().await;
     site.serves(&[3, 0]).await;
-    site.deployment
-        .wait_metrics("discovery_up reports the recovery", |page| {
-            page.sum("discovery_up", &[]) == 3.0
-        })
-        .await;
+    site.deployment.wait_metric("discovery_up", &[], 3.0).await;
 }

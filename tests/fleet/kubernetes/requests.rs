@@ -4,6 +4,7 @@
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
 use warmroute::kubernetes::{self, KubernetesRules};
 use warmroute_server::fleet::discovery::kubernetes::KubernetesConfig;
 use warmroute_testbed::deployment::{EngineSpec, MODEL};
@@ -12,9 +13,7 @@ use warmroute_testbed::ports::until;
 
 use super::{pod, pool};
 use crate::support::api_server::{ApiServer, OPTIONAL, TOKEN};
-use crate::support::deployment::{
-    ChatAnswer, PATIENCE, TestDeployment, essay, fast, with_response_headers,
-};
+use crate::support::deployment::{PATIENCE, RoutedAnswer, TestDeployment, essay, fast};
 use crate::support::openmetrics::OpenMetricsPage;
 
 pub(crate) const OBJECTIVES: &str = OPTIONAL[0];
@@ -47,14 +46,8 @@ pub(crate) fn rewrite(pool: &str, models: &[&str], targets: &Value) -> Value {
 /// Background task that discovers the optional objects of pools.
 pub(crate) struct RuleFollower {
     pub(crate) rules: watch::Receiver<Option<KubernetesRules>>,
-    task: tokio::task::JoinHandle<()>,
+    _task: AbortOnDropHandle<()>,
     _dir: TempDir,
-}
-
-impl Drop for RuleFollower {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
 }
 
 impl RuleFollower {
@@ -72,7 +65,7 @@ impl RuleFollower {
         });
         Self {
             rules,
-            task,
+            _task: AbortOnDropHandle::new(task),
             _dir: dir,
         }
     }
@@ -108,35 +101,14 @@ impl RuleFollower {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn rewrites_are_ordered_by_object_age() {
     let server = ApiServer::start().await;
+    let put = |name: &str, created: &str, spec: Value| {
+        server.put(OLD_REWRITES, object(OLD_REWRITES, name, created, &spec));
+    };
     let equal = json!([{"modelRewrite": "b"}, {"modelRewrite": "c", "weight": 0}]);
-    server.put(
-        OLD_REWRITES,
-        object(
-            OLD_REWRITES,
-            "young",
-            "2026-02-01",
-            &rewrite("p", &["a"], &equal),
-        ),
-    );
+    put("young", "2026-02-01", rewrite("p", &["a"], &equal));
     let weighted = json!([{"modelRewrite": "d", "weight": 9}]);
-    server.put(
-        OLD_REWRITES,
-        object(
-            OLD_REWRITES,
-            "zz-old",
-            "2026-01-01",
-            &rewrite("p", &[], &weighted),
-        ),
-    );
-    server.put(
-        OLD_REWRITES,
-        object(
-            OLD_REWRITES,
-            "foreign",
-            "2026-01-01",
-            &rewrite("q", &[], &weighted),
-        ),
-    );
+    put("zz-old", "2026-01-01", rewrite("p", &[], &weighted));
+    put("foreign", "2026-01-01", rewrite("q", &[], &weighted));
     server.forbid(OLD_REWRITES, false);
     let follows = RuleFollower::start(&server, &json!([{"name": "p"}, {"name": "o"}]), "1h");
     let standing = [
@@ -185,7 +157,7 @@ impl RequestSite {
         std::fs::write(&kubeconfig, server.kubeconfig(TOKEN).to_string()).unwrap();
         let pool_entry =
             |name: &str| json!({"name": name, "worker": {"model": MODEL, "total_kv_blocks": 1000}});
-        let mut own = with_response_headers(json!({
+        let mut own = json!({
             "workers": {
                 "file": null,
                 "kubernetes": {
@@ -205,11 +177,9 @@ impl RequestSite {
                     ],
                 },
             },
-        }));
+        });
         merge_config(&mut own, &more);
-        deployment.start_router(&own).await.unwrap();
-        let config = deployment.envoy_config();
-        deployment.start_envoy(&config).await.unwrap();
+        deployment.serve(own, str::to_owned).await;
         // warmroute replaces each worker once, when it discovers the capacity of the engine.
         let all = specs.len() as f64;
         deployment
@@ -247,16 +217,12 @@ impl RequestSite {
         self.deployment.start_envoy(&config).await.unwrap();
     }
 
-    async fn send(&self, headers: &[(&str, &str)], body: &Value) -> ChatAnswer {
-        let mut request = self
-            .deployment
-            .http
-            .post(self.deployment.url("/v1/completions"))
-            .json(body);
+    async fn send(&self, headers: &[(&str, &str)], body: &Value) -> RoutedAnswer {
+        let mut request = self.deployment.request("/v1/completions", body);
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
-        ChatAnswer::read(request.send().await.unwrap()).await
+        RoutedAnswer::of(request).await
     }
 
     /// Waits until the cluster page of warmroute contains this text.
@@ -293,27 +259,23 @@ async fn pool_is_selected_by_host_path_or_header() {
     let mut site = RequestSite::start(&[fast(1), fast(2)], json!({})).await;
     let mut topic = 0;
     let mut engines = std::collections::BTreeSet::new();
-    let cases: [(&[(&str, &str)], &str); 5] = [
-        (&[("host", "a.test")], "1"),
-        (&[("host", "A.test:80")], "1"),
-        (&[("host", "x.b.test")], "2"),
-        (&[("host", "a.test"), ("x-pool", "b")], "2"),
-        (&[("host", "b.test"), ("x-pool", "a")], "1"),
+    let cases: [(&[(&str, &str)], u64); 5] = [
+        (&[("host", "a.test")], 1),
+        (&[("host", "A.test:80")], 1),
+        (&[("host", "x.b.test")], 2),
+        (&[("host", "a.test"), ("x-pool", "b")], 2),
+        (&[("host", "b.test"), ("x-pool", "a")], 1),
     ];
     for (headers, engine) in cases {
         for _ in 0..4 {
             topic += 1;
             let answer = site.send(headers, &completion(topic, Some(MODEL))).await;
-            assert_eq!(
-                (answer.status.as_u16(), answer.engine()),
-                (200, engine),
-                "{headers:?}"
-            );
+            assert_eq!(answer.engine(), engine, "{headers:?}");
         }
     }
     for topic in 100..120 {
         let answer = site.send(&[], &completion(topic, Some(MODEL))).await;
-        engines.insert(answer.engine().to_owned());
+        engines.insert(answer.engine());
     }
     assert_eq!(
         engines.len(),
@@ -324,10 +286,7 @@ async fn pool_is_selected_by_host_path_or_header() {
         .send(&[("x-pool", "absent")], &completion(1, Some(MODEL)))
         .await;
     assert_eq!(refused.status.as_u16(), 503);
-    assert!(
-        String::from_utf8_lossy(&refused.body).contains("no_eligible_worker"),
-        "{refused:?}"
-    );
+    assert!(refused.text.contains("no_eligible_worker"), "{refused:?}");
     assert_pools_are_explained(&site).await;
     // Envoy's metadata takes precedence over headers, hosts and paths.
     site.assign_pool_in_envoy("b").await;
@@ -338,7 +297,7 @@ async fn pool_is_selected_by_host_path_or_header() {
                 &completion(topic, Some(MODEL)),
             )
             .await;
-        assert_eq!((answer.status.as_u16(), answer.engine()), (200, "2"));
+        assert_eq!(answer.engine(), 2);
     }
     site.deployment.idle().await;
     // warmroute lists the kinds repeatedly and logs each kind once.
@@ -356,16 +315,9 @@ async fn assert_pools_are_explained(site: &RequestSite) {
         let url = site
             .deployment
             .admin_url(warmroute_server::admin::explain::EXPLAIN_PATH);
-        site.deployment
-            .http
-            .post(url)
-            .json(&query)
-            .send()
+        RoutedAnswer::of(site.deployment.http.post(url).json(&query))
             .await
-            .unwrap()
             .json()
-            .await
-            .unwrap()
     };
     let page = explained("/b/v1/completions", "").await;
     let excluded: Vec<&str> = page["phases"][0]["workers"]
@@ -399,7 +351,7 @@ async fn model_rewrites_apply_to_requests_of_their_pool() {
         let answer = site
             .send(&[("host", host)], &completion(1, requested))
             .await;
-        let body: Value = serde_json::from_slice(&answer.body).unwrap();
+        let body = answer.json();
         (
             answer.status.as_u16(),
             body["model"].as_str().map(str::to_owned),
@@ -421,12 +373,7 @@ async fn model_rewrites_apply_to_requests_of_their_pool() {
         unknown,
         "a rule of another pool"
     );
-    let rewritten = async || {
-        site.deployment
-            .metrics()
-            .await
-            .sum("model_rewrites_total", &[])
-    };
+    let rewritten = async || site.deployment.metric("model_rewrites_total", &[]).await;
     assert_eq!(rewritten().await, 2.0);
     // The rule applies to all models, including requests without one, whose response has the
     // engine's model name.
@@ -473,10 +420,8 @@ async fn sheddable_request_is_rejected_while_pool_is_overloaded() {
     let long = json!({"model": MODEL, "prompt": essay(7), "max_tokens": 4000, "stream": true});
     let held = site
         .deployment
-        .http
-        .post(site.deployment.url("/v1/completions"))
-        .header("host", "a.test")
-        .json(&long);
+        .request("/v1/completions", &long)
+        .header("host", "a.test");
     let held = held.send().await.unwrap();
     assert_eq!(held.status().as_u16(), 200);
     let busy = |page: &OpenMetricsPage| page.sum("worker_active_decode_blocks", &[]) > 0.0;

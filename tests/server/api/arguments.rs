@@ -35,87 +35,45 @@ fn body(path: &str, json: &str) -> pb::PromptQuery {
     })))
 }
 
-/// Returns queries that every call rejects.
-fn invalid_queries() -> Vec<(&'static str, Option<pb::PromptQuery>, Code)> {
-    let mut queries = invalid_prompts();
-    queries.extend(invalid_bodies());
-    queries
+type InvalidQuery = (&'static str, Option<pb::PromptQuery>, Code);
+
+fn invalid(what: &'static str, query: pb::PromptQuery) -> InvalidQuery {
+    (what, Some(query), Code::InvalidArgument)
 }
 
-/// Returns prompts that every call rejects.
-fn invalid_prompts() -> Vec<(&'static str, Option<pb::PromptQuery>, Code)> {
+/// Returns queries that every call rejects.
+fn invalid_queries() -> Vec<InvalidQuery> {
+    let with_model = |model: &str, query| pb::PromptQuery {
+        model: model.into(),
+        ..query
+    };
+    let with_salt = |query| pb::PromptQuery {
+        cache_salt: "s".into(),
+        ..query
+    };
+    let completion = |json| body("/v1/completions", json);
+    let good = completion(r#"{"model":"m","prompt":"x"}"#);
+    let unknown = with_model("x", tokens(9));
+    let unknown_in_body = completion(r#"{"model":"x","prompt":"x"}"#);
     vec![
         ("no query", None, Code::InvalidArgument),
-        ("no prompt", Some(query(None)), Code::InvalidArgument),
-        ("no tokens", Some(tokens(0)), Code::InvalidArgument),
-        (
-            "an unknown model",
-            Some(pb::PromptQuery {
-                model: "x".into(),
-                ..tokens(9)
-            }),
-            Code::NotFound,
-        ),
-        (
-            "blocks of size zero",
-            Some(blocks(0, 0, 0)),
-            Code::InvalidArgument,
-        ),
-        (
-            "more blocks than tokens",
-            Some(blocks(3, 0, 11)),
-            Code::InvalidArgument,
-        ),
-        (
-            "sequence hashes for some blocks only",
-            Some(blocks(3, 2, 12)),
-            Code::InvalidArgument,
-        ),
-        (
-            "a salt in addition to hashes",
-            Some(pb::PromptQuery {
-                cache_salt: "s".into(),
-                ..blocks(1, 0, 4)
-            }),
-            Code::InvalidArgument,
-        ),
-    ]
-}
-
-/// Returns request bodies that every call rejects.
-fn invalid_bodies() -> Vec<(&'static str, Option<pb::PromptQuery>, Code)> {
-    let completions = "/v1/completions";
-    let good = body(completions, r#"{"model":"m","prompt":"x"}"#);
-    vec![
-        (
+        invalid("no prompt", query(None)),
+        invalid("no tokens", tokens(0)),
+        ("an unknown model", Some(unknown), Code::NotFound),
+        invalid("blocks of size zero", blocks(0, 0, 0)),
+        invalid("more blocks than tokens", blocks(3, 0, 11)),
+        invalid("sequence hashes for some blocks only", blocks(3, 2, 12)),
+        invalid("a salt in addition to hashes", with_salt(blocks(1, 0, 4))),
+        invalid(
             "a model in addition to a body",
-            Some(pb::PromptQuery {
-                model: "m".into(),
-                ..good.clone()
-            }),
-            Code::InvalidArgument,
+            with_model("m", good.clone()),
         ),
-        (
-            "a salt in addition to a body",
-            Some(pb::PromptQuery {
-                cache_salt: "m".into(),
-                ..good
-            }),
-            Code::InvalidArgument,
-        ),
-        (
-            "a body that is not JSON",
-            Some(body(completions, "{")),
-            Code::InvalidArgument,
-        ),
-        (
-            "an invalid path",
-            Some(body("/v1/models", "{}")),
-            Code::InvalidArgument,
-        ),
+        invalid("a salt in addition to a body", with_salt(good)),
+        invalid("a body that is not JSON", completion("{")),
+        invalid("an invalid path", body("/v1/models", "{}")),
         (
             "a body's unknown model",
-            Some(body(completions, r#"{"model":"x","prompt":"x"}"#)),
+            Some(unknown_in_body),
             Code::NotFound,
         ),
     ]
@@ -283,7 +241,7 @@ async fn updates_require_a_booking_and_valid_values() {
         assert_code(&status.to_string(), freed, Code::InvalidArgument);
     }
     assert_eq!(site.load().await, (9, 2, 1));
-    let page = site.page("metrics").await;
+    let page = site.text("metrics").await;
     let counted = r#"warmroute_api_calls_total{method="AddOutputBlock",code="INVALID_ARGUMENT"} 4"#;
     assert!(page.lines().any(|line| line == counted), "{page}");
 }

@@ -19,14 +19,7 @@ async fn request_passes_its_whole_lifecycle() {
     let chosen = answer.decode.unwrap().worker.unwrap();
     assert_loads_are_reported(&site, chosen.worker_id).await;
 
-    let mark = async || {
-        let prefilled = pb::MarkPrefillCompletedRequest {
-            attempt: attempt("r", 0),
-        };
-        let mut client = site.client.clone();
-        let response = client.mark_prefill_completed(prefilled).await;
-        response.unwrap().into_inner().changed
-    };
+    let mark = async || mark_prefill_completed(&site, "r").await;
     assert!(mark().await);
     assert!(!mark().await, "the prefill is already completed");
     assert_eq!(site.load().await, (0, 5, 1));
@@ -47,8 +40,16 @@ async fn request_passes_its_whole_lifecycle() {
     assert!(site.free("r", 0).await);
     assert!(!site.free("r", 0).await);
     assert_eq!(site.load().await, (0, 0, 0));
-    site.stop();
-    site.wait_shutdown().await;
+    site.end().await;
+}
+
+/// Returns true if the call has changed the booking.
+async fn mark_prefill_completed(site: &ApiSite, id: &str) -> bool {
+    let attempt = attempt(id, 0);
+    let call_request = pb::MarkPrefillCompletedRequest { attempt };
+    let mut client = site.client.clone();
+    let response = client.mark_prefill_completed(call_request).await;
+    response.unwrap().into_inner().changed
 }
 
 /// Asserts the response to a booked prompt of 22 tokens.
@@ -93,7 +94,7 @@ fn assert_booked(answer: &pb::RouteResponse) {
 /// Asserts the load on the admin page, and the potential load for a request that shares four
 /// blocks.
 async fn assert_loads_are_reported(site: &ApiSite, chosen: u64) {
-    let page: Value = serde_json::from_str(&site.page("debug/load").await).unwrap();
+    let page: Value = serde_json::from_str(&site.text("debug/load").await).unwrap();
     let id = chosen.to_string();
     let row = page
         .as_array()
@@ -206,16 +207,9 @@ async fn expired_booking_is_released_and_bookable() {
     site.route(book("r", 0, 22)).await.unwrap();
     assert_eq!(site.load().await.2, 1);
     site.wait_load((0, 0, 0)).await;
-    let page = site.page("metrics").await;
-    for line in [
-        "warmroute_api_bookings 0",
-        "warmroute_api_expired_bookings_total 1",
-    ] {
-        assert!(
-            page.lines().any(|found| found == line),
-            "{line} is not in {page}"
-        );
-    }
+    site.wait_line("warmroute_api_bookings 0").await;
+    site.wait_line("warmroute_api_expired_bookings_total 1")
+        .await;
     let gone = pb::MarkPrefillCompletedRequest {
         attempt: attempt("r", 0),
     };
@@ -247,14 +241,7 @@ async fn external_bookings_count_on_their_rank() {
         };
         site.client.clone().add_request(request).await
     };
-    let mark = async || {
-        let prefilled = pb::MarkPrefillCompletedRequest {
-            attempt: attempt("p", 0),
-        };
-        let mut client = site.client.clone();
-        let response = client.mark_prefill_completed(prefilled).await;
-        response.unwrap().into_inner().changed
-    };
+    let mark = async || mark_prefill_completed(&site, "p").await;
     let answer = add("d", 1, Some(false), None).await.unwrap().into_inner();
     assert_eq!(
         (answer.booked(), answer.prefill_tokens, answer.prompt_blocks),
@@ -378,22 +365,11 @@ async fn session_stays_bound_while_booked() {
             "the session stays although other workers are idle"
         );
     }
-    let running = |page: &Value| {
-        page.as_str()
-            .unwrap()
-            .contains("warmroute_session_requests 6\n")
-    };
-    site.until("six requests of sessions", running, "metrics")
-        .await;
+    site.wait_line("warmroute_session_requests 6").await;
     for id in 0..6 {
         assert!(site.free(&id.to_string(), 0).await);
     }
-    let none = |page: &Value| {
-        page.as_str()
-            .unwrap()
-            .contains("warmroute_session_requests 0\n")
-    };
-    site.until("no request of a session", none, "metrics").await;
+    site.wait_line("warmroute_session_requests 0").await;
 }
 
 #[test]
@@ -439,13 +415,6 @@ fn library_matches_the_grpc_service() {
     );
 }
 
-/// Waits until a fleet of this many workers is published.
-async fn wait_for_workers(site: &ApiSite, workers: usize) {
-    let line = format!("warmroute_workers {workers}\n");
-    let is_published = |page: &Value| page.as_str().is_some_and(|page| page.contains(&line));
-    site.until("a fleet", is_published, "metrics").await;
-}
-
 #[tokio::test]
 async fn enforced_prefill_gates_readiness() {
     let site = ApiSite::begin(
@@ -453,13 +422,13 @@ async fn enforced_prefill_gates_readiness() {
         &[worker(1, ", role: decode")],
     )
     .await;
-    wait_for_workers(&site, 1).await;
+    site.wait_line("warmroute_workers 1").await;
     // The readiness of a set of workers is decided before the next set is published.
     site.set_workers(&[worker(1, ", role: decode"), worker(3, ", role: decode")]);
-    wait_for_workers(&site, 2).await;
+    site.wait_line("warmroute_workers 2").await;
     site.until("waiting", |page| page["ready"] == false, "readyz")
         .await;
-    assert!(site.page("readyz").await.contains("prefill workers"));
+    assert!(site.text("readyz").await.contains("prefill workers"));
     site.set_workers(&[worker(1, ", role: decode"), worker(2, ", role: prefill")]);
     site.until("ready", |page| page["ready"] == true, "readyz")
         .await;

@@ -1,36 +1,33 @@
 //! A server with the gRPC service, and engines that only publish events.
 
-use std::net::SocketAddr;
-use std::path::PathBuf;
-use std::time::Duration;
+use std::ops::Deref;
 
 use bytes::Bytes;
 use serde_json::{Value, json};
-use tempfile::TempDir;
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout};
-use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
-use warmroute_server::config::Config;
 use warmroute_server::proto::router as pb;
 use warmroute_server::proto::router::router_client::RouterClient;
 use warmroute_testbed::merge_config;
+use warmroute_testbed::ports::until;
 use zeromq::{PubSocket, Socket, SocketSend};
 
-use crate::start_app;
+use crate::site::{ServerSite, replace_file};
 
-/// Timeout of waits, after which a test fails.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) use crate::site::PATIENCE;
 
 /// A running server with a client.
 pub(crate) struct ApiSite {
     pub(crate) client: RouterClient<Channel>,
-    pub(crate) api: SocketAddr,
-    admin: SocketAddr,
-    dir: TempDir,
-    shutdown: CancellationToken,
-    running: JoinHandle<anyhow::Result<()>>,
+    server: ServerSite,
+}
+
+impl Deref for ApiSite {
+    type Target = ServerSite;
+
+    fn deref(&self) -> &ServerSite {
+        &self.server
+    }
 }
 
 impl ApiSite {
@@ -50,79 +47,40 @@ impl ApiSite {
 
     /// Starts a server without waiting until it is ready.
     pub(crate) async fn begin(more: &str, workers: &[String]) -> Self {
-        let dir = tempfile::tempdir().unwrap();
         let mut config = json!({
-            "listeners": {
-                "ext_proc": {"address": "127.0.0.1:0"},
-                "admin": {"address": "127.0.0.1:0"},
-                "api": {"address": "127.0.0.1:0"},
-            },
+            "listeners": {"api": {"address": "127.0.0.1:0"}},
             "models": [{"name": "m", "aliases": ["alias"], "adapters": ["tuned"], "block_size": 4}],
             "workers": {"file": "workers.yaml"},
-            "process": {"drain": {"grace_period": "0s"}},
         });
         if !more.trim().is_empty() {
             merge_config(&mut config, &serde_saphyr::from_str(more).unwrap());
         }
-        let path = dir.path().join("warmroute.yaml");
-        std::fs::write(&path, config.to_string()).unwrap();
-        std::fs::write(dir.path().join("workers.yaml"), workers.concat()).unwrap();
-        let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = start_app(config).await;
-        let admin = app.admin_address;
-        let api = app.api_address.unwrap();
-        let shutdown = CancellationToken::new();
-        let running = tokio::spawn(app.run_until(shutdown.clone().cancelled_owned()));
+        let server = ServerSite::start(&config, |directory| {
+            replace_file(directory, "workers.yaml", &workers.concat())
+        })
+        .await;
+        let api = server.api.unwrap();
         let client = RouterClient::connect(format!("http://{api}"))
             .await
             .unwrap();
-        Self {
-            client,
-            api,
-            admin,
-            dir,
-            shutdown,
-            running,
-        }
-    }
-
-    pub(crate) fn workers_file(&self) -> PathBuf {
-        self.dir.path().join("workers.yaml")
+        Self { client, server }
     }
 
     /// Replaces the list of workers.
     pub(crate) fn set_workers(&self, workers: &[String]) {
-        let new = self.dir.path().join("workers.new");
-        std::fs::write(&new, workers.concat()).unwrap();
-        std::fs::rename(new, self.workers_file()).unwrap();
-    }
-
-    pub(crate) async fn page(&self, page: &str) -> String {
-        let client = warmroute_runtime::tls::http_client_builder()
-            .build()
-            .unwrap();
-        client
-            .get(format!("http://{}/{page}", self.admin))
-            .send()
-            .await
-            .unwrap()
-            .text()
-            .await
-            .unwrap()
+        self.replace_file("workers.yaml", &workers.concat());
     }
 
     /// Waits until a page satisfies a condition. The page is parsed as JSON, or passed as a string.
     pub(crate) async fn until(&self, what: &str, is_met: impl Fn(&Value) -> bool, page: &str) {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let text = self.page(page).await;
-            let found = serde_json::from_str(&text).unwrap_or(Value::String(text));
-            if is_met(&found) {
-                return;
-            }
-            assert!(Instant::now() < deadline, "timeout: {what}: {found}");
-            sleep(Duration::from_millis(5)).await;
-        }
+        let found = self.server.until(page, &is_met).await;
+        assert!(is_met(&found), "timeout: {what}: {found}");
+    }
+
+    /// Waits until the metrics page contains a line.
+    pub(crate) async fn wait_line(&self, line: &str) {
+        let has_line = |page: &Value| page.as_str().unwrap().lines().any(|found| found == line);
+        self.until(line, has_line, "metrics").await;
     }
 
     /// Waits until this number of requests is queued.
@@ -162,18 +120,12 @@ impl ApiSite {
 
     /// Waits until the load of all workers has the expected sum.
     pub(crate) async fn wait_load(&self, expected: (u64, u64, u64)) {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let load = self.load().await;
-            if load == expected {
-                return;
-            }
-            assert!(
-                Instant::now() < deadline,
-                "the load is {load:?}, not {expected:?}"
-            );
-            sleep(Duration::from_millis(5)).await;
-        }
+        let mut load = (0, 0, 0);
+        let reached = until(PATIENCE, async || {
+            load = self.load().await;
+            load == expected
+        });
+        assert!(reached.await, "the load is {load:?}, not {expected:?}");
     }
 
     pub(crate) async fn route(
@@ -215,18 +167,9 @@ impl ApiSite {
             .ranks
     }
 
-    /// Requests the shutdown of the server.
-    pub(crate) fn stop(&self) {
-        self.shutdown.cancel();
-    }
-
-    /// Waits until the server has shut down.
-    pub(crate) async fn wait_shutdown(self) {
-        timeout(PATIENCE, self.running)
-            .await
-            .unwrap()
-            .unwrap()
-            .unwrap();
+    /// Stops the server and waits until it has ended.
+    pub(crate) async fn end(self) {
+        self.server.end().await;
     }
 }
 
@@ -255,7 +198,7 @@ pub(crate) fn tokens(count: u32) -> pb::PromptQuery {
 }
 
 /// Returns a query for a prompt of consecutive token ids.
-fn token_range(ids: std::ops::Range<u32>) -> pb::PromptQuery {
+pub(crate) fn token_range(ids: std::ops::Range<u32>) -> pb::PromptQuery {
     let prompt = pb::prompt_query::Prompt::Tokens(pb::Tokens { ids: ids.collect() });
     pb::PromptQuery {
         prompt: Some(prompt),

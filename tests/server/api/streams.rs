@@ -393,7 +393,7 @@ async fn watch_reports_fleet_changes_and_shutdown() {
     site.stop();
     assert_eq!((ids(&mut fleet).await, ids(&mut late).await), (None, None));
     drop((fleet, late));
-    site.wait_shutdown().await;
+    site.end().await;
 }
 
 #[tokio::test]
@@ -425,7 +425,7 @@ async fn number_of_watchers_is_limited() {
 #[tokio::test]
 async fn health_service_is_offered_beside_router() {
     let site = ApiSite::plain().await;
-    let channel = Channel::from_shared(format!("http://{}", site.api))
+    let channel = Channel::from_shared(format!("http://{}", site.api.unwrap()))
         .unwrap()
         .connect()
         .await

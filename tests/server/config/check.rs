@@ -5,12 +5,46 @@ use std::process::Stdio;
 
 use super::*;
 
-fn check(path: &Path) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_warmroute"))
-        .args(["check", "--config"])
-        .arg(path)
-        .output()
-        .unwrap()
+/// Exit code and output of a command.
+#[derive(Debug)]
+struct CommandRun {
+    code: i32,
+    stdout: String,
+    stderr: String,
+}
+
+impl CommandRun {
+    fn new(output: Output) -> Self {
+        Self {
+            code: output.status.code().unwrap(),
+            stdout: String::from_utf8(output.stdout).unwrap(),
+            stderr: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+
+    /// Returns the output of `--json`.
+    fn report(&self) -> Value {
+        serde_json::from_str(&self.stdout).unwrap()
+    }
+
+    /// Expects success with this text on standard error.
+    fn expect_verdict(&self, verdict: &str) {
+        assert_eq!((self.code, self.stderr.as_str()), (0, verdict));
+    }
+}
+
+fn warmroute(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+    command.args(args);
+    command
+}
+
+fn run(args: &[&str]) -> CommandRun {
+    CommandRun::new(warmroute(args).output().unwrap())
+}
+
+fn check(path: &Path) -> CommandRun {
+    run(&["check", "--config", path.to_str().unwrap()])
 }
 
 /// Runs `warmroute check` on one file per kind of mistake and compares its whole output.
@@ -18,15 +52,15 @@ fn check(path: &Path) -> Output {
 fn mistakes_have_their_verdict() {
     let directory = data("");
     for path in yaml_files(&data("mistakes")) {
-        let output = Command::new(env!("CARGO_BIN_EXE_warmroute"))
-            .current_dir(&directory)
-            .args(["check", "--fast"])
-            .arg(path.strip_prefix(&directory).unwrap())
-            .output()
-            .unwrap();
-        let text = [output.stdout, output.stderr].concat();
-        let code = output.status.code().unwrap();
-        let found = format!("{}exit code {code}\n", String::from_utf8(text).unwrap());
+        let mut command = warmroute(&["check", "--fast"]);
+        command.arg(path.strip_prefix(&directory).unwrap());
+        let output = command.current_dir(&directory).output().unwrap();
+        let CommandRun {
+            code,
+            stdout,
+            stderr,
+        } = CommandRun::new(output);
+        let found = format!("{stdout}{stderr}exit code {code}\n");
         let found = found.replace(&directory.display().to_string(), "$DATA/");
         assert_expected_text(&path, &found);
     }
@@ -36,36 +70,16 @@ fn mistakes_have_their_verdict() {
 fn check_prints_the_resolved_configuration() {
     let path = data("valid/least.yaml");
     // The tokenizer of this file is an empty object, which cannot be loaded.
-    let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-    let output = command
-        .args(["check", "--fast", "--print"])
-        .arg(&path)
-        .output()
-        .unwrap();
-    assert_eq!(
-        (
-            output.status.code(),
-            String::from_utf8_lossy(&output.stderr).as_ref()
-        ),
-        (Some(0), CLEAN_VERDICT)
-    );
-    assert_eq!(
-        String::from_utf8(output.stdout).unwrap(),
-        Config::load(&path).unwrap().to_yaml().unwrap()
-    );
+    let checked = run(&["check", "--fast", "--print", path.to_str().unwrap()]);
+    checked.expect_verdict(CLEAN_VERDICT);
+    let resolved = Config::load(&path).unwrap().to_yaml().unwrap();
+    assert_eq!(checked.stdout, resolved);
 }
 
 #[test]
 fn check_accepts_the_flags_of_serve() {
-    let check = |flags: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-        command
-            .args(["check", "--fast", "--print"])
-            .args(flags)
-            .output()
-            .unwrap()
-    };
-    let output = check(&[
+    let check = |flags: &[&str]| run(&[&["check", "--fast", "--print"], flags].concat());
+    let checked = check(&[
         "--pool-name",
         "qwen",
         "--pool-namespace",
@@ -73,14 +87,8 @@ fn check_accepts_the_flags_of_serve() {
         "--grpc-port",
         "9008",
     ]);
-    assert_eq!(
-        (
-            output.status.code(),
-            String::from_utf8_lossy(&output.stderr).as_ref()
-        ),
-        (Some(0), "ok: 1 model, discovered workers, 0 warnings\n")
-    );
-    let resolved = String::from_utf8(output.stdout).unwrap();
+    checked.expect_verdict("ok: 1 model, discovered workers, 0 warnings\n");
+    let resolved = checked.stdout;
     for line in [
         "name: qwen",
         "namespace: inference",
@@ -88,8 +96,8 @@ fn check_accepts_the_flags_of_serve() {
     ] {
         assert!(resolved.contains(line), "{line}: {resolved}");
     }
-    let output = check(&["--pool-name", ""]);
-    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    let checked = check(&["--pool-name", ""]);
+    assert_eq!(checked.code, 2, "{checked:?}");
 }
 
 #[test]
@@ -107,11 +115,10 @@ fn check_warns_of_probable_mistakes() {
             format!("models: [{{name: m{prefill}}}]\nworkers: {{file: workers.yaml}}\n"),
         )
         .unwrap();
-        let output = check(&file);
-        let stderr = String::from_utf8(output.stderr).unwrap();
+        let CommandRun { code, stderr, .. } = check(&file);
         assert_eq!(
-            (output.status.code(), stderr.lines().count()),
-            (Some(0), 1 + usize::from(!warning.is_empty())),
+            (code, stderr.lines().count()),
+            (0, 1 + usize::from(!warning.is_empty())),
             "{stderr}"
         );
         assert!(
@@ -178,26 +185,20 @@ fn check_rejects_tokenizers_that_serve_rejects() {
         let dir = tempfile::tempdir().unwrap();
         let file = configured_with(dir.path(), files, tokenizer);
         damage(dir.path());
-        let output = check(&file);
-        let stderr = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(
-            (output.status.code(), stderr.lines().count()),
-            (Some(2), 2),
-            "{stderr}"
-        );
+        let CommandRun {
+            code,
+            stdout,
+            stderr,
+        } = check(&file);
+        assert_eq!((code, stderr.lines().count()), (2, 2), "{stderr}");
         assert!(stderr.contains("\n1 error in "), "{stderr}");
         assert!(
             stderr.starts_with(&format!("{}:3:16: ", file.display())) && stderr.contains(expected),
             "{stderr}"
         );
-        assert!(output.stdout.is_empty());
-        let mut fast = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-        fast.args(["check", "--fast", "--config"]).arg(&file);
-        assert_eq!(
-            fast.output().unwrap().status.code(),
-            Some(0),
-            "--fast does not load tokenizers"
-        );
+        assert!(stdout.is_empty());
+        let fast = run(&["check", "--fast", "--config", file.to_str().unwrap()]);
+        assert_eq!(fast.code, 0, "--fast does not load tokenizers");
     }
 }
 
@@ -219,14 +220,7 @@ fn check_warns_of_a_missing_chat_template() {
         .unwrap()
     };
     write(&settings);
-    let output = check(&file);
-    assert_eq!(
-        (
-            output.status.code(),
-            String::from_utf8_lossy(&output.stderr).as_ref()
-        ),
-        (Some(0), CLEAN_VERDICT)
-    );
+    check(&file).expect_verdict(CLEAN_VERDICT);
     let mut without = settings;
     without
         .as_object_mut()
@@ -234,9 +228,8 @@ fn check_warns_of_a_missing_chat_template() {
         .remove("chat_template")
         .unwrap();
     write(&without);
-    let output = check(&file);
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    let CommandRun { code, stderr, .. } = check(&file);
+    assert_eq!(code, 0, "{stderr}");
     assert!(
         stderr.starts_with("warning: model m: it has no chat template")
             && stderr.ends_with("\nok: 1 model, 1 worker, 1 warning\n"),
@@ -246,19 +239,15 @@ fn check_warns_of_a_missing_chat_template() {
 
 #[test]
 fn check_names_a_missing_file() {
-    let output = check(Path::new("/no/such/warmroute.yaml"));
-    assert_eq!(output.status.code(), Some(2));
-    assert!(
-        String::from_utf8(output.stderr)
-            .unwrap()
-            .starts_with("/no/such/warmroute.yaml: the file cannot be read")
-    );
+    let checked = check(Path::new("/no/such/warmroute.yaml"));
+    assert_eq!(checked.code, 2);
+    let expected = "/no/such/warmroute.yaml: the file cannot be read";
+    assert!(checked.stderr.starts_with(expected), "{checked:?}");
 }
 
 /// Runs `check` with a text on standard input.
-fn check_text(arguments: &[&str], text: &str) -> Output {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_warmroute"))
-        .args(["check", "-", "--fast"])
+fn check_text(arguments: &[&str], text: &str) -> CommandRun {
+    let mut child = warmroute(&["check", "-", "--fast"])
         .args(arguments)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -268,69 +257,60 @@ fn check_text(arguments: &[&str], text: &str) -> Output {
     let mut input = child.stdin.take().unwrap();
     input.write_all(text.as_bytes()).unwrap();
     drop(input);
-    child.wait_with_output().unwrap()
+    CommandRun::new(child.wait_with_output().unwrap())
 }
 
 #[test]
 fn check_reads_standard_input_and_prints_json() {
     let valid = "models: [{name: m}]\nworkers: {list: [{id: 1, endpoint: '10.0.0.1:80'}]}\n";
-    let output = check_text(&["--json"], valid);
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(output.status.code(), Some(0), "{report}");
+    let checked = check_text(&["--json"], valid);
+    let report = checked.report();
+    assert_eq!(checked.code, 0, "{report}");
     assert_eq!(
         (&report["valid"], &report["models"], &report["workers"]),
         (&json!(true), &json!(1), &json!(1))
     );
-    let output = check_text(&["--json"], "models: [{name: m}]\nworkerz: 1\n");
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(output.status.code(), Some(2), "{report}");
+    let checked = check_text(&["--json"], "models: [{name: m}]\nworkerz: 1\n");
+    let report = checked.report();
+    assert_eq!(checked.code, 2, "{report}");
     let error = &report["errors"][0];
     assert_eq!(
         (&error["file"], &error["line"], &error["column"]),
         (&json!("<stdin>"), &json!(2), &json!(1))
     );
-    let output = check_text(&["--quiet"], valid);
-    assert!(
-        output.stderr.is_empty() && output.stdout.is_empty(),
-        "{output:?}"
-    );
+    let checked = check_text(&["--quiet"], valid);
+    let output = [checked.stdout, checked.stderr];
+    assert_eq!(output, ["", ""]);
 }
 
 #[test]
 fn check_without_a_source_names_both_flags() {
     // An empty variable counts as unset.
     let run = |args: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-        command
-            .args(args)
-            .env("WARMROUTE_CONFIG", "")
-            .output()
-            .unwrap()
+        let mut command = warmroute(args);
+        CommandRun::new(command.env("WARMROUTE_CONFIG", "").output().unwrap())
     };
-    let output = run(&["check"]);
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(2));
+    let CommandRun { code, stderr, .. } = run(&["check"]);
+    assert_eq!(code, 2);
     assert!(
         stderr.contains("configuration FILE") && stderr.contains("--pool-name NAME"),
         "{stderr}"
     );
-    let output = run(&["check", "--json"]);
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(output.status.code(), Some(2), "{report}");
+    let checked = run(&["check", "--json"]);
+    let report = checked.report();
+    assert_eq!(checked.code, 2, "{report}");
     assert_eq!(report["valid"], json!(false));
     let message = report["errors"][0]["message"].as_str().unwrap();
     assert!(message.contains("configuration FILE"), "{report}");
-    let output = run(&["doctor"]);
-    let stderr = String::from_utf8(output.stderr).unwrap();
+    let stderr = run(&["doctor"]).stderr;
     assert!(stderr.contains("warmroute.yaml"), "{stderr}");
 }
 
 #[test]
 fn environment_sets_file_and_admin_address() {
     let run = |variable: &str, value: &str, command: &str| {
-        let mut process = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-        let output = process.arg(command).env(variable, value).output().unwrap();
-        String::from_utf8(output.stderr).unwrap()
+        let mut process = warmroute(&[command]);
+        CommandRun::new(process.env(variable, value).output().unwrap()).stderr
     };
     let found = run("WARMROUTE_CONFIG", "/nonexistent.yaml", "check");
     assert!(found.starts_with("/nonexistent.yaml:"), "{found}");
@@ -351,13 +331,8 @@ fn check_prints_json_for_any_file_name() {
         "models: 1\n",
     ] {
         fs::write(&file, text).unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-        let output = command
-            .args(["check", "--json"])
-            .arg(&file)
-            .output()
-            .unwrap();
-        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let mut command = warmroute(&["check", "--json"]);
+        let report = CommandRun::new(command.arg(&file).output().unwrap()).report();
         let name = report["file"].as_str().unwrap();
         assert!(name.ends_with("w\u{fffd}.yaml"), "{report}");
     }
@@ -367,10 +342,9 @@ fn check_prints_json_for_any_file_name() {
 fn printed_configuration_has_no_variables() {
     let text = "models: [{name: 'a$${HOME}b'}]\nworkers: {list: [{id: 1, endpoint: '${ADDRESS:-10.0.0.1}:80', draining: '${DRAINING:-true}'}]}\n\
                 gateway: {fallback_endpoints: '${FALLBACKS:-3}'}\nrequests: {limits: {max_body_size: '${SIZE:-16MiB}'}}\n";
-    let output = check_text(&["--print"], text);
-    let errors = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(0), "{errors}");
-    let printed = String::from_utf8(output.stdout).unwrap();
+    let checked = check_text(&["--print"], text);
+    assert_eq!(checked.code, 0, "{}", checked.stderr);
+    let printed = checked.stdout;
     let path = Path::new("w.yaml");
     let config = Config::parse(path, printed.as_bytes()).unwrap();
     assert_eq!(config.models[0].name.as_str(), "a${HOME}b");

@@ -1,5 +1,7 @@
 //! Changes of the workers file.
 
+use tokio_util::task::AbortOnDropHandle;
+
 use super::*;
 
 /// Watched workers file in its own directory. Dropping it ends the watch.
@@ -7,13 +9,7 @@ struct WatchedFile {
     directory: tempfile::TempDir,
     fleet: watch::Receiver<Vec<u64>>,
     metrics: Arc<Metrics>,
-    task: tokio::task::JoinHandle<()>,
-}
-
-impl Drop for WatchedFile {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    _task: AbortOnDropHandle<()>,
 }
 
 const NEVER: Duration = Duration::from_secs(3600);
@@ -48,7 +44,7 @@ impl WatchedFile {
             directory,
             fleet,
             metrics,
-            task,
+            _task: AbortOnDropHandle::new(task),
         }
     }
 

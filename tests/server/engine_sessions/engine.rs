@@ -13,7 +13,8 @@ use axum::routing::post;
 use axum::{Json, Router as Routes};
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+
+use crate::support::local_server::LocalServer;
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -42,13 +43,7 @@ pub(crate) struct SessionCalls {
 pub(crate) struct SessionEngine {
     pub(crate) address: SocketAddr,
     pub(crate) state: Arc<watch::Sender<SessionCalls>>,
-    task: JoinHandle<()>,
-}
-
-impl Drop for SessionEngine {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    _server: LocalServer,
 }
 
 type EngineState = (Arc<watch::Sender<SessionCalls>>, EngineBehaviour);
@@ -102,13 +97,11 @@ impl SessionEngine {
         let routes = Routes::new()
             .route("/{path}", post(endpoint))
             .with_state((state.clone(), manner));
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let task = tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
+        let server = LocalServer::start(routes).await;
         Self {
-            address,
+            address: server.address,
             state,
-            task,
+            _server: server,
         }
     }
 

@@ -1,81 +1,47 @@
 //! Engine sessions of a whole server.
 
-use super::*;
-use crate::start_app;
+use serde_json::Value;
+use warmroute_testbed::merge_config;
 
-fn header(key: &str, value: &str) -> HeaderValue {
-    HeaderValue {
-        key: key.to_owned(),
-        raw_value: value.as_bytes().to_vec(),
-        ..HeaderValue::default()
-    }
-}
+use super::*;
+use crate::site::ServerSite;
+use crate::support::ext_proc;
 
 /// A started warmroute server in front of one engine.
 struct SessionStack {
     client: ExternalProcessorClient<Channel>,
-    stop: CancellationToken,
-    running: JoinHandle<anyhow::Result<()>>,
+    server: ServerSite,
     /// Number of requests that extended their message timeout because they wait.
     waiting: watch::Sender<usize>,
 }
 
 impl SessionStack {
-    /// Starts the server. `more` is appended to the session settings.
-    async fn start(engine: &SessionEngine, sessions: &str, more: &str) -> Self {
-        let text = format!(
-            "listeners: {{ext_proc: {{address: '127.0.0.1:0'}}, admin: {{address: '127.0.0.1:0'}}}}\nmodels: [{{name: m}}]\n\
-             workers: {{list: [{{id: 1, endpoint: '{}'}}]}}\nsessions: {{engine: {{kind: sglang{sessions}}}}}\n\
-             process: {{drain: {{grace_period: 0s}}}}\n{more}",
-            engine.address
-        );
-        let app =
-            start_app(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap())
-                .await;
-        let address = app.ext_proc_address.unwrap();
-        let stop = CancellationToken::new();
-        let running = tokio::spawn(app.run_until(stop.clone().cancelled_owned()));
-        let client = ExternalProcessorClient::connect(format!("http://{address}"))
-            .await
-            .unwrap();
+    /// Starts the server with these session settings. `more` is merged into the configuration.
+    async fn start(engine: &SessionEngine, sessions: Value, more: &Value) -> Self {
+        let mut config = json!({
+            "models": [{"name": "m"}],
+            "workers": {"list": [{"id": 1, "endpoint": engine.address}]},
+            "sessions": {"engine": {"kind": "sglang"}},
+        });
+        merge_config(&mut config["sessions"]["engine"], &sessions);
+        merge_config(&mut config, more);
+        let server = ServerSite::start(&config, |_| ()).await;
         Self {
-            client,
-            stop,
-            running,
+            client: ExternalProcessorClient::new(server.channel().await),
+            server,
             waiting: watch::Sender::new(0),
         }
     }
 
     /// Sends a request in the background. The task ends when the request is routed.
     fn send(&self, session: &[(&str, &str)], body: &str) -> JoinHandle<()> {
-        let head = [(":method", "POST"), (":path", "/v1/completions")];
-        let head = head
-            .iter()
-            .chain(session)
-            .map(|(key, value)| header(key, value))
-            .collect();
-        let headers = Some(HeaderMap { headers: head });
-        let messages = [
-            Message::RequestHeaders(proto::HttpHeaders {
-                headers,
-                ..proto::HttpHeaders::default()
-            }),
-            Message::RequestBody(proto::HttpBody {
-                body: body.as_bytes().to_vec(),
-                end_of_stream: true,
-                ..proto::HttpBody::default()
-            }),
-        ];
-        let request = |message| proto::ProcessingRequest {
-            request: Some(message),
-            ..proto::ProcessingRequest::default()
-        };
+        let messages = ext_proc::post("/v1/completions", session, body);
         let mut client = self.client.clone();
         let waiting = self.waiting.clone();
         tokio::spawn(async move {
             // The stream stays open, as Envoy keeps it while the request runs.
             let (sender, receiver) = mpsc::channel(2);
-            for message in messages.map(request) {
+            for message in messages {
                 sender.send(message).await.unwrap();
             }
             let mut answers = client
@@ -99,8 +65,7 @@ impl SessionStack {
 
     async fn stop(self) {
         drop(self.client);
-        self.stop.cancel();
-        self.running.await.unwrap().unwrap();
+        self.server.end().await;
     }
 }
 
@@ -109,7 +74,7 @@ const BODY: &str = r#"{"model": "m", "prompt": "x"}"#;
 #[tokio::test]
 async fn server_opens_session_and_closes_it_on_shutdown() {
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let stack = SessionStack::start(&engine, "", "").await;
+    let stack = SessionStack::start(&engine, json!({}), &json!({})).await;
     stack.send(&[("x-session-id", "s")], BODY).await.unwrap();
     assert_eq!(engine.received_calls(1).await, [open("s")]);
     stack.stop().await;
@@ -121,8 +86,8 @@ async fn requests_wait_until_session_is_open() {
     let engine = SessionEngine::start(EngineBehaviour::Held).await;
     let stack = SessionStack::start(
         &engine,
-        ", timeout: 20s",
-        "engines: {http: {timeout: 20s}}\n",
+        json!({"timeout": "20s"}),
+        &json!({"engines": {"http": {"timeout": "20s"}}}),
     )
     .await;
     let first = stack.send(&[("x-session-id", "s")], BODY);
@@ -147,7 +112,7 @@ async fn requests_wait_until_session_is_open() {
 #[tokio::test]
 async fn requests_are_sent_when_opening_exceeds_its_deadline() {
     let engine = SessionEngine::start(EngineBehaviour::Never).await;
-    let stack = SessionStack::start(&engine, ", timeout: 300ms", "").await;
+    let stack = SessionStack::start(&engine, json!({"timeout": "300ms"}), &json!({})).await;
     let began = Instant::now();
     tokio::time::timeout(DEADLINE, stack.send(&[("x-session-id", "s")], BODY))
         .await
@@ -169,8 +134,8 @@ async fn session_calls_carry_the_token_of_engines() {
     std::fs::write(&file, "secret\n").unwrap();
     let stack = SessionStack::start(
         &engine,
-        "",
-        &format!("engines: {{http: {{token_file: '{}'}}}}\n", file.display()),
+        json!({}),
+        &json!({"engines": {"http": {"token_file": file}}}),
     )
     .await;
     stack.send(&[("x-session-id", "s")], BODY).await.unwrap();
@@ -187,7 +152,12 @@ async fn session_control_of_trusted_clients_opens_and_closes() {
     let begins = body(r#"{"session_id": "s", "action": "open", "timeout": 90}"#);
     let ends = body(r#"{"session_id": "s", "action": "close"}"#);
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let stack = SessionStack::start(&engine, "", "requests: {clients: {trusted: true}}\n").await;
+    let stack = SessionStack::start(
+        &engine,
+        json!({}),
+        &json!({"requests": {"clients": {"trusted": true}}}),
+    )
+    .await;
     stack.send(&[], &begins).await.unwrap();
     let expected_options =
         json!({ "capacity_of_str_len": 65_536, "session_id": "s", "timeout": 90.0 });
@@ -200,7 +170,7 @@ async fn session_control_of_trusted_clients_opens_and_closes() {
     stack.stop().await;
     // `nvext` of untrusted clients is ignored.
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let stack = SessionStack::start(&engine, "", "").await;
+    let stack = SessionStack::start(&engine, json!({}), &json!({})).await;
     stack.send(&[], &begins).await.unwrap();
     stack.stop().await;
     assert_eq!(engine.calls(), []);

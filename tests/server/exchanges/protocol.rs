@@ -3,21 +3,24 @@
 use std::io::Write as _;
 
 use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
+use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request as Part;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
-    HttpBody, ProcessingRequest, StreamedBodyResponse,
+    HttpBody, ProcessingRequest, ProcessingResponse, StreamedBodyResponse,
 };
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use futures_util::TryStreamExt as _;
 use prost::Message as _;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::codec::CompressionEncoding;
+use tonic::transport::Channel;
 
-use crate::exchanges::raw::{self, frame};
+use crate::exchanges::raw::{self, CallEnd, frame};
 use crate::exchanges::site::{ExchangeSite, PATIENCE};
 use crate::exchanges::wire;
 
@@ -71,22 +74,50 @@ fn returned_body(response: Option<Response>) -> Option<StreamedBodyResponse> {
     }
 }
 
+/// Sends these messages, ends the stream and returns all replies.
+async fn replies(
+    mut gateway: ExternalProcessorClient<Channel>,
+    messages: [ProcessingRequest; 2],
+) -> Vec<ProcessingResponse> {
+    let stream = gateway.process(tokio_stream::iter(messages)).await;
+    let replies = stream.unwrap().into_inner().try_collect();
+    let replies = timeout(PATIENCE, replies).await;
+    replies.expect("the stream ends").unwrap()
+}
+
+/// Sends these frames, ends the stream and returns all replies and the status.
+async fn call(site: &ExchangeSite, encoding: &str, frames: &[&[u8]]) -> CallEnd {
+    let ended = raw::call(site.channel.clone(), encoding, frames.concat());
+    timeout(PATIENCE, ended).await.expect("the stream ends")
+}
+
+fn plain_frame(message: &ProcessingRequest) -> Vec<u8> {
+    frame(false, &message.encode_to_vec())
+}
+
+/// Expects the number of replies and the status of a call.
+fn expect_end(ended: &CallEnd, replies: usize, status: &str) {
+    let found = (ended.replies.len(), ended.status.as_str());
+    assert_eq!(found, (replies, status), "{ended:?}");
+}
+
+/// Expects the reply to a request body, with a route.
+fn expect_routed_body(reply: &ProcessingResponse) {
+    let is_body = matches!(reply.response, Some(Response::RequestBody(_)));
+    assert!(is_body && reply.dynamic_metadata.is_some(), "{reply:?}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn grpc_and_unknown_body_modes_get_all_replies() {
     let site = ExchangeSite::start(&configuration()).await;
     for mode in [5, 77] {
-        let (sender, receiver) = tokio::sync::mpsc::unbounded_channel();
+        let (sender, receiver) = mpsc::unbounded_channel();
         for message in exchange_with_mode(mode) {
             sender.send(message).unwrap();
         }
         let stream = UnboundedReceiverStream::new(receiver);
-        let mut replies = site
-            .gateway
-            .clone()
-            .process(stream)
-            .await
-            .unwrap()
-            .into_inner();
+        let stream = site.gateway.clone().process(stream).await;
+        let mut replies = stream.unwrap().into_inner();
         let mut next = async || {
             timeout(PATIENCE, replies.message())
                 .await
@@ -161,22 +192,8 @@ fn exchange_with_mode(mode: i32) -> [ProcessingRequest; 6] {
 async fn half_closed_stream_gets_replies_that_are_due() {
     let site = ExchangeSite::start(&configuration()).await;
     // The body is long enough that the half-close arrives while it is tokenized.
-    let stream = tokio_stream::iter([request_headers(&json!({})), whole_body(1 << 20)]);
-    let mut replies = site
-        .gateway
-        .clone()
-        .process(stream)
-        .await
-        .unwrap()
-        .into_inner();
-    let mut found = Vec::new();
-    while let Some(reply) = timeout(PATIENCE, replies.message())
-        .await
-        .expect("the stream ends")
-        .unwrap()
-    {
-        found.push(reply);
-    }
+    let messages = [request_headers(&json!({})), whole_body(1 << 20)];
+    let found = replies(site.gateway.clone(), messages).await;
     assert_eq!(found.len(), 2, "{found:?}");
     assert!(
         found[1].dynamic_metadata.is_some(),
@@ -193,7 +210,7 @@ async fn half_closed_stream_gets_replies_that_are_due() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unreadable_message_ends_stream_with_error() {
     let site = ExchangeSite::start(&configuration()).await;
-    let first = frame(false, &request_headers(&json!({})).encode_to_vec());
+    let first = plain_frame(&request_headers(&json!({})));
     let cases = [
         ("invalid Protobuf message", frame(false, &[0xff; 40])),
         ("truncated", frame(false, b"abc")[..6].to_vec()),
@@ -201,12 +218,7 @@ async fn unreadable_message_ends_stream_with_error() {
     ];
     let count = cases.len();
     for (name, bytes) in cases {
-        let ended = timeout(
-            PATIENCE,
-            raw::call(site.channel.clone(), "gzip", [&first[..], &bytes].concat()),
-        )
-        .await;
-        let ended = ended.expect("the stream ends");
+        let ended = call(&site, "gzip", &[&first, &bytes]).await;
         assert_eq!(
             ended.replies.len(),
             1,
@@ -214,10 +226,7 @@ async fn unreadable_message_ends_stream_with_error() {
         );
         assert_ne!(ended.status, "0", "{name}");
     }
-    let good = timeout(PATIENCE, raw::call(site.channel.clone(), "identity", first))
-        .await
-        .expect("the stream ends");
-    assert_eq!((good.replies.len(), good.status.as_str()), (1, "0"));
+    expect_end(&call(&site, "identity", &[&first]).await, 1, "0");
     let series = "warmroute_invalid_messages_total";
     let page = site.page("metrics").await;
     assert!(
@@ -234,31 +243,11 @@ async fn oversize_buffered_body_is_routed_by_its_headers() {
     let mut written = configuration();
     written["requests"]["limits"]["max_body_size"] = json!("1MiB");
     let site = ExchangeSite::start(&written).await;
-    let first = frame(
-        false,
-        &request_headers(&json!({"content-length": "3145728"})).encode_to_vec(),
-    );
-    let body = frame(false, &whole_body(3 << 20).encode_to_vec());
-    let ended = raw::call(
-        site.channel.clone(),
-        "identity",
-        [first.clone(), body].concat(),
-    );
-    let ended = timeout(PATIENCE, ended).await.expect("the stream ends");
-    assert_eq!(
-        (ended.replies.len(), ended.status.as_str()),
-        (2, "0"),
-        "{ended:?}"
-    );
-    let routed = &ended.replies[1];
-    assert!(
-        matches!(routed.response, Some(Response::RequestBody(_))),
-        "{routed:?}"
-    );
-    assert!(
-        routed.dynamic_metadata.is_some(),
-        "the reply to the body has a route: {routed:?}"
-    );
+    let first = plain_frame(&request_headers(&json!({"content-length": "3145728"})));
+    let body = plain_frame(&whole_body(3 << 20));
+    let ended = call(&site, "identity", &[&first, &body]).await;
+    expect_end(&ended, 2, "0");
+    expect_routed_body(&ended.replies[1]);
     let page = site.page("metrics").await;
     let page = page.as_str().unwrap();
     for series in [
@@ -275,18 +264,9 @@ async fn oversize_buffered_body_is_routed_by_its_headers() {
     let mut duplex = request_headers(&json!({}));
     let modes = json!({"protocol_config": {"request_body_mode": "FULL_DUPLEX_STREAMED"}});
     duplex.protocol_config = wire::request(&modes).protocol_config;
-    let piece = frame(false, &whole_body(3 << 20).encode_to_vec());
-    let ended = raw::call(
-        site.channel.clone(),
-        "identity",
-        [frame(false, &duplex.encode_to_vec()), piece].concat(),
-    );
-    let ended = timeout(PATIENCE, ended).await.expect("the stream ends");
-    assert_eq!(
-        (ended.replies.len(), ended.status.as_str()),
-        (0, "11"),
-        "out of range: {ended:?}"
-    );
+    let ended = call(&site, "identity", &[&plain_frame(&duplex), &body]).await;
+    // The status is "out of range".
+    expect_end(&ended, 0, "11");
     site.stop().await;
 }
 
@@ -309,11 +289,8 @@ async fn oversize_body_waits_in_the_queue() {
     for _ in 0..2 {
         replies.message().await.unwrap().unwrap();
     }
-    let first = frame(
-        false,
-        &request_headers(&json!({"x-request-id": "r-2"})).encode_to_vec(),
-    );
-    let body = frame(false, &whole_body(3 << 20).encode_to_vec());
+    let first = plain_frame(&request_headers(&json!({"x-request-id": "r-2"})));
+    let body = plain_frame(&whole_body(3 << 20));
     let waiting = tokio::spawn(raw::call(
         site.channel.clone(),
         "identity",
@@ -331,15 +308,7 @@ async fn oversize_body_waits_in_the_queue() {
         .expect("the stream ends")
         .unwrap();
     assert_eq!(ended.status, "0", "{ended:?}");
-    let routed = ended.replies.last().unwrap();
-    assert!(
-        matches!(routed.response, Some(Response::RequestBody(_))),
-        "{routed:?}"
-    );
-    assert!(
-        routed.dynamic_metadata.is_some(),
-        "the reply to the body has a route: {routed:?}"
-    );
+    expect_routed_body(ended.replies.last().unwrap());
     site.stop().await;
 }
 
@@ -348,20 +317,10 @@ async fn gzip_messages_are_limited_by_decompressed_size() {
     let mut written = configuration();
     written["requests"]["limits"]["max_body_size"] = json!("1MiB");
     let site = ExchangeSite::start(&written).await;
-    let stream = tokio_stream::iter([request_headers(&json!({})), whole_body(100_000)]);
-    let mut gateway = site
-        .gateway
-        .clone()
-        .send_compressed(CompressionEncoding::Gzip);
-    let mut replies = gateway.process(stream).await.unwrap().into_inner();
-    let mut found = Vec::new();
-    while let Some(reply) = timeout(PATIENCE, replies.message())
-        .await
-        .expect("the stream ends")
-        .unwrap()
-    {
-        found.push(reply);
-    }
+    let messages = [request_headers(&json!({})), whole_body(100_000)];
+    let gateway = site.gateway.clone();
+    let gateway = gateway.send_compressed(CompressionEncoding::Gzip);
+    let found = replies(gateway, messages).await;
     assert!(
         found.len() == 2 && found[1].dynamic_metadata.is_some(),
         "{found:?}"
@@ -374,18 +333,10 @@ async fn gzip_messages_are_limited_by_decompressed_size() {
         encoder.finish().unwrap()
     };
     assert!(bomb.len() < 1 << 20);
-    let first = frame(false, &request_headers(&json!({})).encode_to_vec());
-    let ended = raw::call(
-        site.channel.clone(),
-        "gzip",
-        [first, frame(true, &bomb)].concat(),
-    );
-    let ended = timeout(PATIENCE, ended).await.expect("the stream ends");
-    assert_eq!(
-        (ended.replies.len(), ended.status.as_str()),
-        (1, "8"),
-        "resource exhausted: {ended:?}"
-    );
+    let first = plain_frame(&request_headers(&json!({})));
+    let ended = call(&site, "gzip", &[&first, &frame(true, &bomb)]).await;
+    // The status is "resource exhausted".
+    expect_end(&ended, 1, "8");
     site.stop().await;
 }
 
@@ -404,21 +355,9 @@ async fn subset_header_of_client_is_removed_and_ignored() {
         let decoded = wire::request(&only);
         (first.metadata_context, first.protocol_config) =
             (decoded.metadata_context, decoded.protocol_config);
-        let stream = tokio_stream::iter([first, whole_body(10)]);
-        let mut replies = site
-            .gateway
-            .clone()
-            .process(stream)
-            .await
-            .unwrap()
-            .into_inner();
         let mut removed = Vec::new();
         let mut chosen = Value::Null;
-        while let Some(reply) = timeout(PATIENCE, replies.message())
-            .await
-            .expect("the stream ends")
-            .unwrap()
-        {
+        for reply in replies(site.gateway.clone(), [first, whole_body(10)]).await {
             let shown = wire::reply(reply);
             removed.extend(
                 shown["request_headers"]["remove_headers"]

@@ -1,16 +1,17 @@
 //! Explanations from a deployment of eight engines with different caches and loads.
 
 use std::collections::BTreeMap;
+use std::ops::Deref;
 use std::time::Duration;
 
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
-use warmroute_testbed::deployment::{EngineSpec, LocalDeployment, MODEL};
+use warmroute_testbed::deployment::MODEL;
 use warmroute_testbed::ports::until;
 
 use super::{captured_chat, explained, write};
-use crate::support::deployment::programs;
+use crate::support::deployment::{RoutedAnswer, TestDeployment, fast};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const CHAT: &str = "/v1/chat/completions";
@@ -19,51 +20,30 @@ const REFUSING: u64 = 8;
 /// Engines that never respond, with the number of requests of each.
 const HANGING: [(u64, usize); 2] = [(6, 3), (7, 1)];
 
-struct ExplainDeployment {
-    stack: LocalDeployment,
-    http: reqwest::Client,
-    _dir: tempfile::TempDir,
+struct ExplainDeployment(TestDeployment);
+
+impl Deref for ExplainDeployment {
+    type Target = TestDeployment;
+
+    fn deref(&self) -> &TestDeployment {
+        &self.0
+    }
 }
 
 impl ExplainDeployment {
     async fn start() -> Self {
-        let dir = tempfile::Builder::new()
-            .prefix("warmroute-")
-            .tempdir()
-            .unwrap();
-        let specs: Vec<_> = (1..=8)
-            .map(|id| EngineSpec::new(id).with(&["--speed", "20"]))
-            .collect();
-        let mut stack = LocalDeployment::start_engines(&programs(), &specs, dir.path())
-            .await
-            .unwrap();
-        stack.write_workers().unwrap();
         let config = json!({
-            "gateway": {"response_headers": {"worker": true, "prediction": true, "why": true}},
-            "requests": {"clients": {"trusted": true}, "limits": {"decision_timeout": "30s"}},
+            "gateway": {"response_headers": {"why": true}},
+            "requests": {"clients": {"trusted": true}},
             "routing": {
                 // Active requests have a cost, so that every term of the cost is nonzero.
                 "weights": {"prefill_load_scale": 1, "decode_active_request_weight": 0.5},
                 "overload": {"backoff": "10m"},
             },
-            "process": {"readiness": {"event_sources_timeout": "60s"}, "log": {"level": "debug"}},
+            "process": {"log": {"level": "debug"}},
         });
-        stack.start_router(&config).await.unwrap();
-        let envoy = stack.envoy_setup().standalone_config().unwrap();
-        // Only the timeout differs from the shipped file, because the machine may be busy.
-        stack
-            .start_envoy(&envoy.replace(" message_timeout: 1s", " message_timeout: 30s"))
-            .await
-            .unwrap();
-        let http = warmroute_runtime::tls::http_client_builder()
-            .timeout(PATIENCE)
-            .build()
-            .unwrap();
-        Self {
-            stack,
-            http,
-            _dir: dir,
-        }
+        let specs: Vec<_> = (1..=8).map(fast).collect();
+        Self(TestDeployment::start_with(&specs, config, str::to_owned).await)
     }
 
     /// Returns a request that is pinned in its body, because the shipped Envoy removes the header
@@ -71,39 +51,18 @@ impl ExplainDeployment {
     fn pinned(&self, id: u64, body: &Value) -> reqwest::RequestBuilder {
         let mut body = body.clone();
         body["nvext"] = json!({"backend_instance_id": id});
-        self.http.post(self.stack.url(CHAT)).json(&body)
-    }
-
-    async fn misbehave(&self, id: u64, how: Value) {
-        let engine = self
-            .stack
-            .engines
-            .iter()
-            .find(|engine| engine.spec.id == id)
-            .unwrap();
-        let reported = self
-            .http
-            .post(engine.url("/sim/misbehave"))
-            .json(&how)
-            .send()
-            .await
-            .unwrap();
-        assert_eq!(reported.status(), StatusCode::OK);
+        self.request(CHAT, &body)
     }
 
     async fn wait_page(&self, what: &str, page: &str, holds: impl Fn(&Value) -> bool) {
         let shown = until(PATIENCE, async || {
-            holds(&self.stack.debug_page(page).await.unwrap())
+            holds(&self.debug_page(page).await.unwrap())
         });
         assert!(
             shown.await,
             "{what}: {}",
-            self.stack.debug_page(page).await.unwrap()
+            self.debug_page(page).await.unwrap()
         );
-    }
-
-    fn log(&self) -> String {
-        std::fs::read_to_string(self.stack.router().unwrap().log()).unwrap()
     }
 
     /// Fills the caches. Each of the first six engines caches more of the system prompt than the
@@ -115,38 +74,11 @@ impl ExplainDeployment {
             let mut part = chat.clone();
             part["messages"][0]["content"] = system[..system.len() * id as usize / 8].into();
             part["messages"][1]["content"] = "Go on.".into();
-            let answer = self.pinned(id, &part).send().await.unwrap();
-            assert_eq!(
-                (
-                    answer.status(),
-                    answer.headers()["x-engine-id"].to_str().unwrap()
-                ),
-                (StatusCode::OK, &*id.to_string())
-            );
-            answer.bytes().await.unwrap();
+            let answer = RoutedAnswer::of(self.pinned(id, &part)).await;
+            assert_eq!(answer.engine(), id);
         }
-        let mut cached = 0;
-        for engine in &self.stack.engines {
-            let state: Value = self
-                .http
-                .get(engine.url("/sim/state"))
-                .send()
-                .await
-                .unwrap()
-                .json()
-                .await
-                .unwrap();
-            cached += state["ranks"][0]["cached"].as_array().unwrap().len();
-        }
-        assert!(cached > 60, "{cached}");
-        self.wait_page(
-            "the index equals the caches of the engines",
-            "index",
-            |page| page["total"]["device"] == cached,
-        )
-        .await;
-        self.wait_page("nothing is booked", "load", |page| requests(page) == 0)
-            .await;
+        self.settle().await;
+        assert!(self.cached_blocks().await > 60);
     }
 
     /// Makes two engines hang and one reject its request.
@@ -167,13 +99,8 @@ impl ExplainDeployment {
         })
         .await;
         self.misbehave(REFUSING, json!({"refuse": 503})).await;
-        let refused = self
-            .pinned(REFUSING, &captured_chat())
-            .send()
-            .await
-            .unwrap();
-        assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
-        refused.bytes().await.unwrap();
+        let refused = RoutedAnswer::of(self.pinned(REFUSING, &captured_chat())).await;
+        assert_eq!(refused.status, StatusCode::SERVICE_UNAVAILABLE);
         self.wait_page("the rejected request is released", "load", |page| {
             requests(page) == 4
         })
@@ -237,11 +164,11 @@ async fn explanation_matches_next_real_request() {
     let held = deployment.create_load().await;
 
     let body = write(
-        &deployment.stack.run_dir,
+        &deployment.run_dir,
         "body.json",
         captured_chat().to_string(),
     );
-    let admin = deployment.stack.admin_url("/");
+    let admin = deployment.admin_url("/");
     let body = body.to_str().unwrap();
     let json = explained(&["--admin", &admin, "--body", body, "--json"], b"").await;
     let summary = explained(&["--admin", &admin, "--body", body], b"").await;
@@ -253,14 +180,12 @@ async fn explanation_matches_next_real_request() {
     print(&table);
     let report: Value = serde_json::from_str(&json).unwrap();
     check(&report, &table);
-    let load = deployment.stack.debug_page("load").await.unwrap();
+    let load = deployment.debug_page("load").await.unwrap();
     assert_eq!(requests(&load), 4, "an explanation books nothing: {load}");
 
     let query = deployment
-        .http
-        .post(deployment.stack.url(CHAT))
-        .header("x-request-id", "the-next")
-        .json(&captured_chat());
+        .request(CHAT, &captured_chat())
+        .header("x-request-id", "the-next");
     let answer = query.send().await.unwrap();
     let header = |name: &str| answer.headers()[name].to_str().unwrap().to_owned();
     assert_eq!(
@@ -274,7 +199,11 @@ async fn explanation_matches_next_real_request() {
         header("x-warmroute-predicted-cached-tokens"),
         expected["cached_tokens"]
     );
-    assert_decision_is_logged(&deployment.log(), &header("x-warmroute-why"), &report);
+    assert_decision_is_logged(
+        &deployment.router_log(),
+        &header("x-warmroute-why"),
+        &report,
+    );
     let delivered: Value = answer.json().await.unwrap();
     let cached = &delivered["usage"]["prompt_tokens_details"]["cached_tokens"];
     assert_eq!(

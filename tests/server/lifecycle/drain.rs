@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tonic::transport::Channel;
 use tonic_health::pb::HealthCheckRequest;
-use tonic_health::pb::health_check_response::ServingStatus::{NotServing, Serving};
+use tonic_health::pb::health_check_response::ServingStatus::{self, NotServing, Serving};
 use tonic_health::pb::health_client::HealthClient;
 use warmroute_testbed::ports::until;
 
@@ -20,21 +20,30 @@ const READY: [&str; 5] = [
     "warmroute.v1.Router",
 ];
 
+async fn assert_health(process: &WarmrouteProcess, port: u16, name: &str, expected: ServingStatus) {
+    let status = process.health(port, name).await.unwrap();
+    assert_eq!(status, Some(expected), "{name} on {port}");
+}
+
+/// Waits until a health service is serving.
+async fn wait_serving(process: &WarmrouteProcess, port: u16, name: &str) {
+    let is_serving = async || matches!(process.health(port, name).await, Ok(Some(Serving)));
+    assert!(until(SOON, is_serving).await, "{}", process.log());
+}
+
+fn assert_deadline_exceeded(process: &WarmrouteProcess, expected: bool) {
+    let log = process.log();
+    assert_eq!(log.contains("drain deadline exceeded"), expected, "{log}");
+}
+
 #[tokio::test]
 async fn health_serves_probe_names_on_both_ports() {
     let process = WarmrouteProcess::start(json!({}), &[]).await;
     for port in [process.grpc, process.health] {
         for name in READY.into_iter().chain(["liveness"]) {
-            assert_eq!(
-                process.health(port, name).await.unwrap(),
-                Some(Serving),
-                "{name} on {port}"
-            );
+            assert_health(&process, port, name, Serving).await;
         }
-        assert_eq!(
-            process.health(port, "draining").await.unwrap(),
-            Some(NotServing)
-        );
+        assert_health(&process, port, "draining", NotServing).await;
         assert_eq!(process.health(port, "unknown").await.unwrap(), None);
     }
 }
@@ -42,29 +51,17 @@ async fn health_serves_probe_names_on_both_ports() {
 #[tokio::test]
 async fn health_port_opens_first() {
     // The process never becomes ready, because it requires more workers.
-    let more = json!({
-        "workers": {"file": "workers.yaml", "list": null},
-        "process": {"readiness": {"min_workers": 2}},
-    });
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("workers.yaml");
     std::fs::write(&file, "- {id: 1, endpoint: '10.0.0.1:80'}\n").unwrap();
-    let mut more = more;
-    more["workers"]["file"] = json!(file);
+    let more = json!({
+        "workers": {"file": file, "list": null},
+        "process": {"readiness": {"min_workers": 2}},
+    });
     let process = WarmrouteProcess::spawn(&more, &[]);
-    let alive = async || {
-        process
-            .health(process.health, "liveness")
-            .await
-            .is_ok_and(|it| it == Some(Serving))
-    };
-    assert!(until(SOON, alive).await, "{}", process.log());
+    wait_serving(&process, process.health, "liveness").await;
     for name in READY {
-        assert_eq!(
-            process.health(process.health, name).await.unwrap(),
-            Some(NotServing),
-            "{name}"
-        );
+        assert_health(&process, process.health, name, NotServing).await;
     }
     // A watch of the health service receives the change.
     let mut client = HealthClient::new(process.channel(process.health).await);
@@ -110,22 +107,12 @@ async fn sigterm_ends_health_but_serves_until_grace_ends() {
     let (mut long, _) = process.open(channel.clone(), "m").await;
     let signalled = Instant::now();
     process.terminate();
-    let draining = async || {
-        process
-            .health(process.grpc, "draining")
-            .await
-            .is_ok_and(|it| it == Some(Serving))
-    };
-    assert!(until(SOON, draining).await, "{}", process.log());
+    wait_serving(&process, process.grpc, "draining").await;
     for port in [process.grpc, process.health] {
         for name in READY {
-            let status = process.health(port, name).await.unwrap();
-            assert_eq!(status, Some(NotServing), "{name} on {port}");
+            assert_health(&process, port, name, NotServing).await;
         }
-        assert_eq!(
-            process.health(port, "liveness").await.unwrap(),
-            Some(Serving)
-        );
+        assert_health(&process, port, "liveness", Serving).await;
     }
     assert_eq!(process.get("/readyz").await.0, 503);
     assert_eq!(process.metric("ready").await, 0.0);
@@ -153,18 +140,11 @@ async fn sigterm_ends_health_but_serves_until_grace_ends() {
     assert!(grace >= Duration::from_millis(14_900), "{grace:?}");
     // The open exchange continues, and the health service still responds.
     long.assert_reply().await;
-    assert_eq!(
-        process.health(process.health, "liveness").await.unwrap(),
-        Some(Serving)
-    );
+    assert_health(&process, process.health, "liveness", Serving).await;
     assert!(process.child.is_running());
     drop(long);
     process.assert_exit_success().await;
-    assert!(
-        !process.log().contains("drain deadline exceeded"),
-        "{}",
-        process.log()
-    );
+    assert_deadline_exceeded(&process, false);
     drop(watched);
 }
 
@@ -189,11 +169,7 @@ async fn draining_process_serves_until_successor_has_loaded() {
     drop(fresh);
     drop(lock);
     process.assert_exit_success().await;
-    assert!(
-        !process.log().contains("drain deadline exceeded"),
-        "{}",
-        process.log()
-    );
+    assert_deadline_exceeded(&process, false);
 }
 
 #[tokio::test]
@@ -201,13 +177,7 @@ async fn second_signal_ends_grace_period() {
     let process =
         WarmrouteProcess::start(json!({"process": {"drain": {"grace_period": "10m"}}}), &[]).await;
     process.terminate();
-    let draining = async || {
-        process
-            .health(process.grpc, "draining")
-            .await
-            .is_ok_and(|it| it == Some(Serving))
-    };
-    assert!(until(SOON, draining).await, "{}", process.log());
+    wait_serving(&process, process.grpc, "draining").await;
     process.terminate();
     process.assert_exit_success().await;
 }
@@ -222,10 +192,6 @@ async fn drain_deadline_aborts_open_exchanges() {
     let (open, _) = process.open(process.channel(process.grpc).await, "m").await;
     process.terminate();
     process.assert_exit_success().await;
-    assert!(
-        process.log().contains("drain deadline exceeded"),
-        "{}",
-        process.log()
-    );
+    assert_deadline_exceeded(&process, true);
     drop(open);
 }

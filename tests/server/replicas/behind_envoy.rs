@@ -2,22 +2,19 @@
 //! stopped and restarted.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::deployment::MODEL;
-use warmroute_testbed::ports::{FreePort, ReadyCheck, until, wait_ready};
+use warmroute_testbed::ports::until;
 
 use crate::replicas::NatsServer;
-use crate::support::deployment::{
-    PATIENCE, TestDeployment, essay, fast, programs, with_response_headers,
-};
+use crate::support::another::SecondRouter;
+use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast, with_response_headers};
 
 /// Total number of requests.
 const REQUESTS: usize = 20_000;
@@ -26,56 +23,16 @@ const CLIENTS: usize = 24;
 /// Duration of the NATS outage.
 const AWAY: Duration = Duration::from_secs(4);
 
-/// Additional replica.
-struct EnvoyReplica {
-    child: ChildProcess,
-    admin: u16,
-}
-
-impl EnvoyReplica {
-    /// Starts a replica with the configuration of the deployment, but its own socket and admin
-    /// address.
-    async fn start(deployment: &TestDeployment, number: usize) -> Self {
-        let admin = FreePort::find().unwrap().release();
-        let text = std::fs::read(deployment.run_dir.join("warmroute.yaml")).unwrap();
-        let mut config: Value = serde_json::from_slice(&text).unwrap();
-        config["listeners"]["ext_proc"]["unix_socket"] = json!(socket(deployment, number));
-        config["listeners"]["admin"]["address"] = json!(format!("127.0.0.1:{admin}"));
-        // Only one replica publishes endpoints to Envoy.
-        config.as_object_mut().unwrap().remove("envoy");
-        let file = deployment.run_dir.join(format!("warmroute-{number}.yaml"));
-        std::fs::write(&file, config.to_string()).unwrap();
-        let program = &programs().warmroute[0];
-        let mut command = Command::new(program);
-        command.arg("serve").arg("--config").arg(&file);
-        let child = ChildProcess::spawn(
-            &format!("warmroute-{number}"),
-            &command,
-            &deployment.run_dir,
-        )
-        .unwrap();
-        let replica = Self { child, admin };
-        wait_ready(
-            ReadyCheck::Http(&replica.url("/readyz")),
-            PATIENCE,
-            &replica.child,
-        )
-        .await
-        .unwrap();
-        replica
-    }
-
-    fn url(&self, path: &str) -> String {
-        format!("http://127.0.0.1:{}{path}", self.admin)
-    }
+/// Starts an additional replica. Only the first one publishes endpoints to Envoy.
+async fn start_replica(deployment: &TestDeployment, number: usize) -> SecondRouter {
+    SecondRouter::start(deployment, &format!("ext_proc-{number}"), &json!({})).await
 }
 
 fn socket(deployment: &TestDeployment, number: usize) -> PathBuf {
-    let first = deployment.envoy_setup().ext_proc_socket();
     if number == 0 {
-        first
+        deployment.envoy_setup().ext_proc_socket()
     } else {
-        Path::new(&first).with_file_name(format!("ext_proc-{number}.sock"))
+        deployment.run_dir.join(format!("ext_proc-{number}.sock"))
     }
 }
 
@@ -165,8 +122,8 @@ async fn requests_survive_replica_kill_start_and_nats_outage() {
         json!({"replicas": {"nats": {"servers": [nats.url()]}, "lease": "2s"}}),
     );
     deployment.start_router(&own).await.unwrap();
-    let second = EnvoyReplica::start(&deployment, 1).await;
-    let mut third = EnvoyReplica::start(&deployment, 2).await;
+    let second = start_replica(&deployment, 1).await;
+    let mut third = start_replica(&deployment, 2).await;
     let config = envoy_config(&deployment);
     deployment.start_envoy(&config).await.unwrap();
 
@@ -191,7 +148,7 @@ async fn requests_survive_replica_kill_start_and_nats_outage() {
     assert!(reached(2).await);
     third.child.kill9();
     assert!(reached(4).await);
-    third = EnvoyReplica::start(&deployment, 2).await;
+    third = start_replica(&deployment, 2).await;
     assert!(reached(6).await);
     nats.kill();
     tokio::time::sleep(AWAY).await;
@@ -223,13 +180,8 @@ async fn requests_survive_replica_kill_start_and_nats_outage() {
 /// Waits until a replica counts no booking, neither its own nor of peers.
 async fn wait_no_bookings(http: &reqwest::Client, of: &str) {
     let page = async |path: &str| -> Value {
-        http.get(format!("{of}{path}"))
-            .send()
-            .await
-            .unwrap()
-            .json()
-            .await
-            .unwrap()
+        let page = http.get(format!("{of}{path}")).send().await.unwrap();
+        page.json().await.unwrap()
     };
     let rests = async || {
         let load = page("/debug/load").await;
@@ -257,14 +209,8 @@ async fn wait_no_bookings(http: &reqwest::Client, of: &str) {
 
 /// Returns the number of requests that a replica has routed.
 async fn routed_by(http: &reqwest::Client, of: &str) -> f64 {
-    let text = http
-        .get(format!("{of}/metrics"))
-        .send()
-        .await
-        .unwrap()
-        .text()
-        .await
-        .unwrap();
+    let page = http.get(format!("{of}/metrics")).send().await.unwrap();
+    let text = page.text().await.unwrap();
     let lines = text
         .lines()
         .filter(|line| line.starts_with("warmroute_requests_total{"));

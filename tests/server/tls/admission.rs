@@ -4,7 +4,6 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
-use tonic::transport::Channel;
 
 use crate::support::clients::{client, client_of};
 use crate::support::pki::TestAuthority;
@@ -40,9 +39,7 @@ async fn self_signed_certificate_serves_only_tls_clients() {
 
     // The listener rejects plaintext, another ALPN protocol, and a client that verifies the
     // certificate.
-    let plain = Channel::from_shared(format!("http://{}", site.ext_proc))
-        .unwrap()
-        .connect_lazy();
+    let plain = site.endpoint().connect_lazy();
     assert!(served(plain).await.is_err());
     assert!(
         dial(site.ext_proc, client(None, None, "http/1.1"))
@@ -206,8 +203,7 @@ async fn token_protects_all_pages_but_probes() {
     assert_eq!(status, 200);
     assert!(overview.contains("10.0.0.1:8000"), "{overview}");
     assert_eq!(site.page("/nowhere", &with("first")).await.0, 404);
-    std::fs::write(site.path("next"), "second").unwrap();
-    std::fs::rename(site.path("next"), site.path("token")).unwrap();
+    site.replace_file("token", "second");
     until("the new token", async || {
         site.page("/debug/fleet", &with("second")).await.0 == 200
     })
@@ -302,9 +298,7 @@ async fn call_headers_are_bounded() {
         },
     });
     let site = TlsSite::start(more, |_| ()).await;
-    let channel = Channel::from_shared(format!("http://{}", site.ext_proc))
-        .unwrap()
-        .connect_lazy();
+    let channel = site.endpoint().connect_lazy();
     until("served", async || served(channel.clone()).await.unwrap()).await;
     let call = |bytes: usize| {
         let mut request = tonic::Request::new(tonic_health::pb::HealthCheckRequest::default());

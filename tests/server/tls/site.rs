@@ -2,91 +2,52 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::ops::Deref;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use rustls::ClientConfig;
 use rustls::pki_types::{CertificateDer, ServerName};
 use serde_json::{Value, json};
-use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy_bidirectional};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::Channel;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
-use warmroute_runtime::tls::ReloadableFiles;
-use warmroute_server::config::Config;
-use warmroute_testbed::merge_config;
+use warmroute_testbed::{merge_config, ports};
 
-use crate::start_app;
+use crate::site::ServerSite;
 
 /// Timeout of waits, far longer than any step takes.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A running server.
-pub(crate) struct TlsSite {
-    pub(crate) ext_proc: SocketAddr,
-    pub(crate) api: Option<SocketAddr>,
-    pub(crate) admin: SocketAddr,
-    pub(crate) health: Option<SocketAddr>,
-    pub(crate) xds: Option<SocketAddr>,
-    pub(crate) secrets: ReloadableFiles,
-    dir: TempDir,
-    shutdown: CancellationToken,
-    running: JoinHandle<anyhow::Result<()>>,
+pub(crate) struct TlsSite(ServerSite);
+
+impl Deref for TlsSite {
+    type Target = ServerSite;
+
+    fn deref(&self) -> &ServerSite {
+        &self.0
+    }
 }
 
 impl TlsSite {
-    /// Starts the server. `lay` writes files into the directory that contains the configuration
-    /// file, where `more` can refer to them.
+    /// Starts the server. `write_files` writes files into the directory that contains the
+    /// configuration file, where `more` can refer to them.
     pub(crate) async fn start(more: Value, write_files: impl FnOnce(&Path)) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        write_files(dir.path());
         let mut config = json!({
-            "listeners": {
-                "ext_proc": {"address": "127.0.0.1:0"},
-                "admin": {"address": "127.0.0.1:0"},
-            },
             "models": [{"name": "m", "block_size": 4}],
-            "process": {"drain": {"grace_period": "0s"}},
             "workers": {"list": [{"id": 1, "endpoint": "10.0.0.1:8000"}]},
         });
         merge_config(&mut config, &more);
-        let path = dir.path().join("warmroute.yaml");
-        std::fs::write(&path, config.to_string()).unwrap();
-        let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = start_app(config).await;
-        let ext_proc = app.ext_proc_address.unwrap();
-        let api = app.api_address;
-        let admin = app.admin_address;
-        let health = app.health_address;
-        let xds = app.xds_address;
-        let secrets = app.reloadable_files.clone();
-        let shutdown = CancellationToken::new();
-        let running = tokio::spawn(app.run_until(shutdown.clone().cancelled_owned()));
-        Self {
-            ext_proc,
-            api,
-            admin,
-            health,
-            xds,
-            secrets,
-            dir,
-            shutdown,
-            running,
-        }
-    }
-
-    pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
+        Self(ServerSite::start(&config, write_files).await)
     }
 
     /// Requests a page by plain HTTP with an optional header. Returns the status, and the headers
@@ -113,22 +74,14 @@ impl TlsSite {
     }
 
     pub(crate) async fn stop(self) {
-        self.shutdown.cancel();
-        timeout(PATIENCE, self.running)
-            .await
-            .unwrap()
-            .unwrap()
-            .unwrap();
+        self.0.end().await;
     }
 }
 
 /// Waits until the condition holds.
 pub(crate) async fn until(what: &str, condition: impl AsyncFn() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
-    while !condition().await {
-        assert!(Instant::now() < deadline, "never: {what}");
-        sleep(Duration::from_millis(10)).await;
-    }
+    let is_met = ports::until(PATIENCE, async || condition().await);
+    assert!(is_met.await, "never: {what}");
 }
 
 /// Opens a TLS connection to a listener.

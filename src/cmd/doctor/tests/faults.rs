@@ -62,10 +62,6 @@ impl ConfigPair {
     }
 }
 
-fn without(object: &mut Value, key: &str) {
-    drop(remove(object, key));
-}
-
 /// A fault in one of the configurations, with the expected findings and a part of a fix.
 #[derive(Clone, Copy)]
 struct EnvoyFault {

@@ -4,8 +4,9 @@ use serde_json::{Value, json};
 use warmroute_doctor::finding::FindingLevel;
 
 use super::{
-    Fault, cluster, http_options, inject_fault, items, remove, replace_text, virtual_host,
+    Fault, cluster, http_options, inject_fault, items, remove, replace_text, virtual_host, without,
 };
+use FindingLevel::{Error, Warning};
 
 /// Changes every route action with mirror policies.
 fn for_each_mirror_action(page: &mut Value, mut change: impl FnMut(&mut Value)) {
@@ -26,17 +27,28 @@ fn inner_filter(page: &mut Value) -> &mut Value {
     &mut retry_matcher(page)["extension_config"]["typed_config"]
 }
 
+const RETRY_FILTER: (FindingLevel, &str) = (Error, "envoy.retry_filter");
+
+/// Injects a fault into a file. Expects only this problem, and a text in its fix.
+fn expect_only(
+    file: &str,
+    name: &str,
+    fault: Fault,
+    problem: (FindingLevel, &'static str),
+    text: &str,
+) {
+    let (found, fixes) = inject_fault(file, fault);
+    assert_eq!(found, [problem], "{file}: {name}");
+    assert!(fixes.contains(text), "{file}: {name}: {fixes}");
+}
+
 type MirrorFault = (&'static str, Fault, &'static str, &'static str);
 
 /// Faults of the mirror policy: name, fault, failing check and text of the fix.
 const MIRROR_POLICY_FAULTS: [MirrorFault; 5] = [
     (
         "no mirror policy",
-        |page, _| {
-            for_each_mirror_action(page, |action| {
-                drop(remove(action, "request_mirror_policies"))
-            })
-        },
+        |page, _| for_each_mirror_action(page, |action| without(action, "request_mirror_policies")),
         "envoy.mirror",
         "cluster_header",
     ),
@@ -98,10 +110,10 @@ const MIRROR_CLUSTER_FAULTS: [MirrorFault; 7] = [
     (
         "endpoints of an unpublished name",
         |page, _| {
-            drop(remove(
+            without(
                 &mut cluster(page, "prefill")["eds_cluster_config"],
                 "service_name",
-            ))
+            )
         },
         "envoy.endpoints_file",
         "in the `eds_cluster_config` of cluster `prefill` write `service_name: workers`",
@@ -121,7 +133,7 @@ const MIRROR_CLUSTER_FAULTS: [MirrorFault; 7] = [
     ),
     (
         "default circuit breakers",
-        |page, _| drop(remove(cluster(page, "prefill"), "circuit_breakers")),
+        |page, _| without(cluster(page, "prefill"), "circuit_breakers"),
         "envoy.circuit_breakers",
         "in cluster `prefill` write `circuit_breakers",
     ),
@@ -153,14 +165,12 @@ fn mirror_faults_are_found() {
         .into_iter()
         .chain(MIRROR_CLUSTER_FAULTS)
     {
-        let (found, fixes) = inject_fault("disaggregated-mirror", fault);
         let level = if check == "envoy.mirror_fallback" {
-            FindingLevel::Warning
+            Warning
         } else {
-            FindingLevel::Error
+            Error
         };
-        assert_eq!(found, [(level, check)], "{name}");
-        assert!(fixes.contains(text), "{name}: {fixes}");
+        expect_only("disaggregated-mirror", name, fault, (level, check), text);
     }
 }
 
@@ -263,17 +273,12 @@ fn retry_filter_is_required_for_late_retries() {
 const RETRY_FILTER_FAULTS: [(&str, Fault, &str); 9] = [
     (
         "no filter",
-        |page, _| drop(remove(http_options(page), "http_filters")),
+        |page, _| without(http_options(page), "http_filters"),
         "in cluster `workers` write the `http_filters`",
     ),
     (
         "no initial metadata",
-        |page, _| {
-            drop(remove(
-                &mut inner_filter(page)["grpc_service"],
-                "initial_metadata",
-            ))
-        },
+        |page, _| without(&mut inner_filter(page)["grpc_service"], "initial_metadata"),
         "write the `http_filters`",
     ),
     (
@@ -290,12 +295,12 @@ const RETRY_FILTER_FAULTS: [(&str, Fault, &str); 9] = [
     ),
     (
         "no address",
-        |page, _| drop(remove(inner_filter(page), "request_attributes")),
+        |page, _| without(inner_filter(page), "request_attributes"),
         "`request_attributes: [upstream.address]`",
     ),
     (
         "no exchange id",
-        |page, _| drop(remove(inner_filter(page), "metadata_options")),
+        |page, _| without(inner_filter(page), "metadata_options"),
         "`metadata_options: {forwarding_namespaces: {untyped: [warmroute]}}`",
     ),
     (
@@ -312,7 +317,7 @@ const RETRY_FILTER_FAULTS: [(&str, Fault, &str); 9] = [
     ),
     (
         "no attempt count",
-        |page, _| drop(remove(virtual_host(page), "include_request_attempt_count")),
+        |page, _| without(virtual_host(page), "include_request_attempt_count"),
         "`include_request_attempt_count: true`",
     ),
     (
@@ -326,13 +331,7 @@ const RETRY_FILTER_FAULTS: [(&str, Fault, &str); 9] = [
 fn retry_filter_faults_are_found() {
     for name in ["disaggregated-call", "disaggregated-mirror"] {
         for (fault_name, fault, text) in &RETRY_FILTER_FAULTS {
-            let (found, fixes) = inject_fault(name, fault);
-            assert_eq!(
-                found,
-                [(FindingLevel::Error, "envoy.retry_filter")],
-                "{name}: {fault_name}"
-            );
-            assert!(fixes.contains(text), "{name}: {fault_name}: {fixes}");
+            expect_only(name, fault_name, *fault, RETRY_FILTER, text);
         }
     }
 }
@@ -357,12 +356,6 @@ fn retry_filter_faults_of_called_prefills_are_found() {
         ),
     ];
     for (fault_name, fault, text) in faults {
-        let (found, fixes) = inject_fault("disaggregated-call", fault);
-        assert_eq!(
-            found,
-            [(FindingLevel::Error, "envoy.retry_filter")],
-            "{fault_name}"
-        );
-        assert!(fixes.contains(text), "{fault_name}: {fixes}");
+        expect_only("disaggregated-call", fault_name, fault, RETRY_FILTER, text);
     }
 }

@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 use warmroute_doctor::envoy::dump::EnvoyAddress;
 
 use super::*;
+use FindingLevel::{Error, Note, Skipped, Warning};
 
 #[test]
 fn shipped_configurations_have_no_problems() {
@@ -74,10 +75,7 @@ fn worker_idle_timeout_must_be_below_keep_alive() {
             http_options(page)["common_http_protocol_options"]["idle_timeout"] = timeout;
         });
         if !found.is_empty() {
-            assert_eq!(
-                found,
-                [(FindingLevel::Warning, "envoy.worker_idle_timeout")]
-            );
+            assert_eq!(found, [(Warning, "envoy.worker_idle_timeout")]);
             assert!(
                 fixes.contains("`common_http_protocol_options: {idle_timeout: 4s}`"),
                 "{fixes}"
@@ -96,10 +94,7 @@ fn worker_idle_timeout_must_be_below_keep_alive() {
             "explicit_http_config": {"http2_protocol_options": {}},
         });
     });
-    assert_eq!(
-        found,
-        [(FindingLevel::Warning, "envoy.worker_idle_timeout")]
-    );
+    assert_eq!(found, [(Warning, "envoy.worker_idle_timeout")]);
     // The field of older configurations.
     let (found, _) = inject_fault("standalone", |page, _| {
         let workers = cluster(page, "workers");
@@ -171,21 +166,18 @@ fn route_overrides_apply_to_the_filter() {
     ));
     assert_eq!(
         problems_after(route, &none),
-        [(FindingLevel::Error, "envoy.request_body")]
+        [(Error, "envoy.request_body")]
     );
     let closed = with_override(&format!(
         r#"{{{per_route},"overrides":{{"failure_mode_allow":false}}}}"#
     ));
     assert_eq!(
         problems_after(route, &closed),
-        [(FindingLevel::Warning, "envoy.failure_mode")]
+        [(Warning, "envoy.failure_mode")]
     );
     let disabled =
         with_override(r#"{"@type":"t/envoy.config.route.v3.FilterConfig","disabled":true}"#);
-    assert_eq!(
-        problems_after(route, &disabled),
-        [(FindingLevel::Error, "envoy.filter")]
-    );
+    assert_eq!(problems_after(route, &disabled), [(Error, "envoy.filter")]);
     let wrapped = with_override(&format!(
         r#"{{"@type":"t/envoy.config.route.v3.FilterConfig","config":{{{per_route}}}}}"#
     ));
@@ -195,7 +187,7 @@ fn route_overrides_apply_to_the_filter() {
     let disabled_in_list = r#""name":"envoy.filters.http.ext_proc","disabled":true,"typed_config""#;
     assert_eq!(
         problems_after(name, disabled_in_list),
-        [(FindingLevel::Error, "envoy.filter")]
+        [(Error, "envoy.filter")]
     );
 }
 
@@ -219,19 +211,16 @@ fn filter_is_checked_without_routes_in_dump() {
         let found = findings(&page, &config("standalone"));
         found
             .into_iter()
-            .filter(|finding| finding.level <= FindingLevel::Skipped)
+            .filter(|finding| finding.level <= Skipped)
             .map(|finding| (finding.level, finding.check))
             .collect::<Vec<_>>()
     };
-    let skipped = (FindingLevel::Skipped, "envoy.filter");
+    let skipped = (Skipped, "envoy.filter");
     assert_eq!(problems_without_routes(|_| {}), [skipped]);
     let trailers = problems_without_routes(|filter| {
         filter["processing_mode"]["response_trailer_mode"] = json!("SKIP")
     });
-    assert_eq!(
-        trailers,
-        [skipped, (FindingLevel::Error, "envoy.response_trailers")]
-    );
+    assert_eq!(trailers, [skipped, (Error, "envoy.response_trailers")]);
     let namespaces = problems_without_routes(|filter| {
         filter["metadata_options"]
             .as_object_mut()
@@ -239,7 +228,7 @@ fn filter_is_checked_without_routes_in_dump() {
             .remove("receiving_namespaces");
     });
     assert!(
-        namespaces.contains(&(FindingLevel::Warning, "envoy.probe")),
+        namespaces.contains(&(Warning, "envoy.probe")),
         "{namespaces:?}"
     );
 }
@@ -267,10 +256,7 @@ fn auto_sni_with_invalid_dns_name_fails() {
             json!({"auto_sni": is_automatic});
     };
     let (found, fixes) = inject_fault("standalone", |page, _| use_istio_cluster(page, true));
-    assert!(
-        found.contains(&(FindingLevel::Error, "envoy.server_name")),
-        "{found:?}"
-    );
+    assert!(found.contains(&(Error, "envoy.server_name")), "{found:?}");
     assert!(
         fixes.contains("`trafficPolicy: {tls: {sni: picker.ns.svc}}`"),
         "{fixes}"
@@ -291,10 +277,7 @@ fn fallback_subset_without_workers_is_a_warning() {
         }
     };
     let (found, fixes) = inject_fault("disaggregated-call", roles);
-    assert!(
-        found.contains(&(FindingLevel::Warning, "envoy.fallback")),
-        "{found:?}"
-    );
+    assert!(found.contains(&(Warning, "envoy.fallback")), "{found:?}");
     assert!(
         fixes.contains("in the `default_subset` of cluster `workers`"),
         "{fixes}"
@@ -317,12 +300,12 @@ fn google_grpc_address_is_checked() {
     );
     assert_eq!(
         problems_after(cluster, &google_grpc("dns:///warmroute:9002")),
-        [(FindingLevel::Error, "envoy.address")]
+        [(Error, "envoy.address")]
     );
     let missing = r#""grpc_service":{"envoy_grpc":{"cluster_name":"missing"}"#;
     assert_eq!(
         problems_after(cluster, missing),
-        [(FindingLevel::Error, "envoy.ext_proc_cluster")]
+        [(Error, "envoy.ext_proc_cluster")]
     );
 }
 
@@ -361,7 +344,7 @@ fn pin_headers_of_trusted_clients_may_stay() {
         found.iter().map(|finding| finding.level).min()
     };
     let mut settings = config("standalone");
-    assert_eq!(levels(&settings), Some(FindingLevel::Warning));
+    assert_eq!(levels(&settings), Some(Warning));
     settings["requests"]["clients"] = json!({"trusted": true});
     assert_eq!(levels(&settings), Some(FindingLevel::Ok));
 }
@@ -380,7 +363,7 @@ fn invalid_config_dump_is_rejected_with_reason() {
         assert!(refused.contains(reason), "{text}: {refused}");
     }
     let found = findings(&json!({"configs": []}), &config("standalone"));
-    assert_eq!(problems(&found), [(FindingLevel::Error, "envoy.filter")]);
+    assert_eq!(problems(&found), [(Error, "envoy.filter")]);
 }
 
 /// Returns the findings about counters after the text of two pages.
@@ -421,7 +404,7 @@ fn growing_overflow_counters_are_errors() {
     let found = counter_findings(&page, idle, full);
     let errors: Vec<_> = found
         .iter()
-        .filter(|(level, _)| *level == FindingLevel::Error)
+        .filter(|(level, _)| *level == Error)
         .map(|(_, text)| text.as_str())
         .collect();
     assert_eq!(
@@ -440,7 +423,7 @@ fn growing_overflow_counters_are_errors() {
     let past = full.replace("rq_open: 1", "rq_open: 0");
     let found = counter_findings(&page, &past, &past);
     assert!(
-        found.len() == 3 && found.iter().all(|(level, _)| *level == FindingLevel::Note),
+        found.len() == 3 && found.iter().all(|(level, _)| *level == Note),
         "{found:?}"
     );
     replace_text(
@@ -457,7 +440,7 @@ fn breaker_effect_follows_failure_mode() {
     let effect = |allow: &str| {
         let mut page = page("standalone");
         replace_text(&mut page, r#""failure_mode_allow":true"#, allow);
-        drop(remove(cluster(&mut page, "ext_proc"), "circuit_breakers"));
+        without(cluster(&mut page, "ext_proc"), "circuit_breakers");
         let found = findings(&page, &config("standalone"));
         let is_breaker = |finding: &Finding| {
             finding.check == "envoy.circuit_breakers" && finding.subject == "cluster ext_proc"

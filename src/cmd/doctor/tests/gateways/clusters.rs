@@ -6,7 +6,7 @@ use super::*;
 fn cluster_of_route_override_is_checked() {
     let found = found_after(ISTIO, |page, _| {
         apply_manifest_settings(page);
-        drop(remove(cluster(page, PICKER), "transport_socket"));
+        without(cluster(page, PICKER), "transport_socket");
     });
     let fix = "DestinationRule of the host `warmroute.inference.svc.cluster.local`";
     expect_finding(&found, Error, "envoy.tls", &[fix]);
@@ -62,10 +62,10 @@ fn stall_detection_fixes_name_control_plane_fields() {
 #[test]
 fn request_limits_name_control_plane_fields() {
     let found = found_after(ENVOY_GATEWAY, |page, _| {
-        drop(remove(
+        without(
             cluster(page, "httproute/inference/qwen/rule/0"),
             "circuit_breakers",
-        ));
+        )
     });
     let fixes = |level: FindingLevel| {
         let found = found
@@ -181,7 +181,7 @@ fn tls_of_matching_transport_socket_is_checked() {
     };
     assert_eq!(tls(|_| {}), None);
     // Only the matching socket counts.
-    assert_eq!(tls(|picker| drop(remove(picker, "transport_socket"))), None);
+    assert_eq!(tls(|picker| without(picker, "transport_socket")), None);
     let (level, fix) = tls(|picker| {
         picker["transport_socket_matches"][0]["transport_socket"] =
             json!({"name": "envoy.transport_sockets.raw_buffer"});
@@ -199,7 +199,7 @@ fn tls_of_matching_transport_socket_is_checked() {
     });
     assert_eq!(other.map(|(level, _)| level), Some(Error));
     let found = found_after(ENVOY_GATEWAY, |_, config| {
-        drop(remove(&mut config["listeners"]["ext_proc"], "tls"))
+        without(&mut config["listeners"]["ext_proc"], "tls")
     });
     let fix = "`tls: {self_signed: true}`";
     expect_finding(&found, Error, "envoy.tls", &[fix]);
@@ -215,7 +215,7 @@ fn mesh_tls_ends_in_sidecar() {
                 "common_tls_context": {"alpn_protocols": ["istio-peer-exchange", "istio", "h2"]},
                 "sni": "outbound_.9002_._.warmroute.inference.svc.cluster.local",
             }});
-            drop(remove(picker, "transport_socket"));
+            without(picker, "transport_socket");
             picker["transport_socket_matches"] = json!([
                 {"name": "tlsMode-istio", "match": {"tlsMode": "istio"}, "transport_socket": tls},
                 {"name": "tlsMode-disabled", "match": {}, "transport_socket": {"name": "envoy.transport_sockets.raw_buffer"}},
@@ -228,7 +228,7 @@ fn mesh_tls_ends_in_sidecar() {
                     json!({"tlsMode": "istio"});
             }
             if !listens_tls {
-                drop(remove(&mut config["listeners"]["ext_proc"], "tls"));
+                without(&mut config["listeners"]["ext_proc"], "tls");
             }
         });
         found
@@ -307,17 +307,14 @@ fn endpoints_of_second_pool_are_known() {
 #[test]
 fn picker_protocol_and_balancer_name_control_plane_fields() {
     let found = found_after(ISTIO, |page, _| {
-        drop(remove(
-            cluster(page, PICKER),
-            "typed_extension_protocol_options",
-        ))
+        without(cluster(page, PICKER), "typed_extension_protocol_options")
     });
     expect_finding(&found, Error, "envoy.http2", &["`appProtocol: grpc`"]);
     let found = found_after(ENVOY_GATEWAY, |page, _| {
-        drop(remove(
+        without(
             cluster(page, "httproute/inference/qwen/rule/0"),
             "load_balancing_policy",
-        ));
+        )
     });
     let fix = "`loadBalancer: {type: LeastRequest, endpointOverride: {extractFrom: [{header:";
     expect_finding(&found, Error, "envoy.host_selection", &[fix]);
