@@ -8,9 +8,7 @@ use warmroute_testbed::deployment::MODEL;
 use warmroute_testbed::ports::{FreePort, until};
 
 use crate::support::another::SecondRouter;
-use crate::support::deployment::{
-    PATIENCE, RoutedAnswer, TestDeployment, essay, fast,
-};
+use crate::support::deployment::{PATIENCE, RoutedAnswer, TestDeployment, essay, fast};
 
 /// Number of compared requests.
 const REQUESTS: usize = 800;

@@ -1,6 +1,5 @@
 //! Many concurrent streams, overloaded engines, and a dead worker.
 
-
 use futures_util::StreamExt as _;
 use futures_util::stream;
 use serde_json::{Value, json};
@@ -77,7 +76,8 @@ async fn findings(gateway: GatewayFixture) -> Vec<(String, String)> {
     bed.start_envoy(gateway.shipped()).await;
     let admin = bed.envoy_setup().admin_url("");
     let config = bed.run_dir.join("warmroute.yaml");
-    let output = crate::doctor::bed::doctor(&config, &["--no-canary", "--envoy-admin", &admin]).await;
+    let output =
+        crate::doctor::bed::doctor(&config, &["--no-canary", "--envoy-admin", &admin]).await;
     let text = |finding: &Value, key: &str| finding[key].as_str().unwrap().to_owned();
     let findings = output.findings.iter();
     findings

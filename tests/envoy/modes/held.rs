@@ -5,12 +5,12 @@ use futures_util::future::join_all;
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::MODEL;
 
-use crate::support::deployment::RoutedAnswer;
 use crate::modes::client::Http1Client;
 use crate::modes::gateway::{ManagerChange, ModeGateway};
 use crate::modes::uploads::EnvoyBodyMode;
 use crate::modes::worker::{RecordingWorker, fingerprint};
 use crate::routing::bed::{chat, engine, stream};
+use crate::support::deployment::RoutedAnswer;
 
 const CHUNKED: &str = "transfer-encoding: chunked\r\n";
 

@@ -7,10 +7,10 @@ use futures_util::future::join_all;
 use serde_json::json;
 use warmroute_testbed::deployment::MODEL;
 
-use crate::support::deployment::RoutedAnswer;
 use crate::modes::client::{UploadRequest, http1, http2};
 use crate::modes::gateway::{ConnectionManager, ManagerChange, ModeGateway};
 use crate::modes::worker::{RecordingWorker, fingerprint, received};
+use crate::support::deployment::RoutedAnswer;
 
 /// Body mode of Envoy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
