@@ -228,13 +228,8 @@ async fn live_events_replay_and_state_agree() {
             replay(&engine, 0, last).await,
             replayed[replayed.len() - 1..]
         );
-        assert_eq!(
-            (
-                state["blocks"]["used"].clone(),
-                state["blocks"]["free"].clone()
-            ),
-            (json!(0), json!(24))
-        );
+        let blocks = &state["blocks"];
+        assert_eq!((&blocks["used"], &blocks["free"]), (&json!(0), &json!(24)));
     }
 }
 
