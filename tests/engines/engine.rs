@@ -53,7 +53,7 @@ impl EngineProcess {
             _stdin: child.stdin.take(),
             _child: child,
             http: warmroute_runtime::tls::http_client_builder()
-                .timeout(PATIENCE)
+                .timeout(PATIENCE * 4)
                 .build()
                 .unwrap(),
         }

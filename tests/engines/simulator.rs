@@ -169,6 +169,19 @@ async fn traffic(engine: &EngineProcess) {
     }
 }
 
+/// Sends requests until a batch arrives. The subscription takes effect once the engine has read it.
+async fn first_batch(engine: &EngineProcess, live: &mut SubSocket) -> EventBatch {
+    for probe in 0..400 {
+        engine
+            .complete(ids(10_000 + probe * 100..10_020 + probe * 100, 1))
+            .await;
+        if let Ok(message) = tokio::time::timeout(Duration::from_millis(50), live.recv()).await {
+            return EventBatch::of(&message.unwrap().into_vec());
+        }
+    }
+    panic!("no event arrives");
+}
+
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn live_events_replay_and_state_agree() {
@@ -187,20 +200,7 @@ async fn live_events_replay_and_state_agree() {
             .await
             .unwrap();
         live.subscribe("kv@").await.unwrap();
-        // The subscription takes effect once the engine has read it. Requests are sent until a
-        // batch arrives.
-        let mut received = Vec::new();
-        for probe in 0.. {
-            engine
-                .complete(ids(10_000 + probe * 100..10_020 + probe * 100, 1))
-                .await;
-            if let Ok(message) = tokio::time::timeout(Duration::from_millis(50), live.recv()).await
-            {
-                received.push(EventBatch::of(&message.unwrap().into_vec()));
-                break;
-            }
-            assert!(probe < 400, "no event arrives");
-        }
+        let mut received = vec![first_batch(&engine, &mut live).await];
         traffic(&engine).await;
         let state = engine.state(0).await;
         let last = state["last_seq"].as_u64().unwrap();

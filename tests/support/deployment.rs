@@ -193,11 +193,14 @@ impl TestDeployment {
         assert!(met, "{what}:\n{}", self.metrics().await.text());
     }
 
-    /// Waits until the samples of a metric that have these labels have a sum.
+    /// Waits until the samples of a metric that have these labels have a sum. A metric that is not
+    /// on the page has no sum.
     pub(crate) async fn wait_metric(&self, name: &str, labels: &[(&str, &str)], wanted: f64) {
         let what = format!("{name} {labels:?} is not {wanted}");
-        self.wait_metrics(&what, |page| page.sum(name, labels) == wanted)
-            .await;
+        self.wait_metrics(&what, |page| {
+            page.samples(name).next().is_some() && page.sum(name, labels) == wanted
+        })
+        .await;
     }
 
     /// Returns a field of `/debug/load`, summed over the ranks of a worker.
@@ -209,6 +212,15 @@ impl TestDeployment {
     /// Returns a field of `/debug/load`, summed over all ranks.
     pub(crate) async fn total_load(&self, of: &str) -> u64 {
         self.sum_load(of, |_| true).await
+    }
+
+    /// Returns the ranks that have a booking, all from one page of `/debug/load`.
+    pub(crate) async fn booked_ranks(&self) -> Vec<Value> {
+        let page = self.debug_page("load").await.unwrap();
+        let mut ranks = page.as_array().unwrap().clone();
+        let loads = ["active_requests", "active_blocks", "active_prefill_tokens"];
+        ranks.retain(|rank| loads.iter().any(|of| rank[*of] != json!(0)));
+        ranks
     }
 
     async fn sum_load(&self, of: &str, is_counted: impl Fn(&Value) -> bool) -> u64 {
@@ -355,7 +367,7 @@ impl RoutedAnswer {
         Self {
             status,
             headers,
-            text: String::from_utf8(body).unwrap(),
+            text: String::from_utf8_lossy(&body).into_owned(),
             cut,
         }
     }

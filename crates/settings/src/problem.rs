@@ -79,23 +79,25 @@ pub fn all_within(
 }
 
 /// Returns the problem of a value that must be the name of an HTTP header, and not of a
-/// pseudo-header.
-pub fn header_name_problem(at: impl Into<PathStep>, name: &str) -> Option<Problem> {
+/// pseudo-header. `example` is a valid name.
+pub fn header_name_problem(at: impl Into<PathStep>, name: &str, example: &str) -> Option<Problem> {
     let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     if !name.is_empty() && name.bytes().all(is_allowed) {
         return None;
     }
-    let text = format!(
-        "`{name}` cannot be the name of a header; write letters, digits and hyphens, for example x-tenant-id"
-    );
+    let text = format!("`{name}` is not the name of a header; write for example {example}");
     Some(Problem::at([at.into()], text))
 }
 
 /// Returns the problems of a list of header names.
-pub fn header_name_problems(key: &str, names: &[String]) -> impl Iterator<Item = Problem> {
+pub fn header_name_problems(
+    key: &str,
+    names: &[String],
+    example: &str,
+) -> impl Iterator<Item = Problem> {
     let names = names.iter().enumerate();
     all_within(
         key,
-        names.filter_map(|(at, name)| header_name_problem(at, name)),
+        names.filter_map(move |(at, name)| header_name_problem(at, name, example)),
     )
 }

@@ -24,7 +24,10 @@ const CLIENTS: usize = 12;
 
 /// Starts four streams of 400 tokens.
 async fn long_streams(bed: &RoutingBed) -> Vec<reqwest::Response> {
-    let sent = (0..4).map(|at| bed.post(&stream(&format!("long {at}"), 400)).send());
+    let sent = (0..4).map(|at| {
+        let request = bed.post(&stream(&format!("long {at}"), 400));
+        request.timeout(SOON * 5).send()
+    });
     let responses: Vec<_> = join_all(sent)
         .await
         .into_iter()

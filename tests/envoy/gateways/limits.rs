@@ -178,7 +178,8 @@ async fn failed_after_worker_kill(gateway: GatewayFixture) -> usize {
     bed.restart_engine(1).await;
     let used = until(PATIENCE, async || {
         topic += 1;
-        bed.complete(&essay(topic)).await.engine() == 2
+        let answered = bed.complete(&essay(topic)).await;
+        answered.header("x-engine-id") == "2"
     });
     assert!(used.await, "{}", bed.router_log());
     failed

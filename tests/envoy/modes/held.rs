@@ -118,11 +118,9 @@ async fn disconnects_in_full_duplex_leave_no_state() {
     for listener in 0..2 {
         let post = |question: &Value| gateway.chat_to(listener, question);
         // The client disconnects during the upload.
-        let uploading = tokio::spawn(
-            post(&Value::Null)
-                .body(unfinished(&chat("uploading")))
-                .send(),
-        );
+        let url = gateway.at(listener, "/v1/chat/completions");
+        let upload = gateway.http.post(url).body(unfinished(&chat("uploading")));
+        let uploading = tokio::spawn(upload.send());
         gateway
             .wait_metrics("a body is buffered", |page| {
                 page.sum("buffered_body_bytes", &[]) > 0.0

@@ -235,14 +235,7 @@ impl RoutingBed {
     /// time that it would have taken. Asserts that no queue entry or session request is left.
     pub(crate) async fn wait_idle(&self) {
         self.wait_metric("open_exchanges", &[], 0.0).await;
-        let is_unloaded = async || {
-            for of in ["active_requests", "active_blocks", "active_prefill_tokens"] {
-                if self.total_load(of).await > 0 {
-                    return false;
-                }
-            }
-            true
-        };
+        let is_unloaded = async || self.booked_ranks().await.is_empty();
         assert!(
             until(SOON, is_unloaded).await,
             "{}",

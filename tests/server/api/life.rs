@@ -207,9 +207,16 @@ async fn expired_booking_is_released_and_bookable() {
     site.route(book("r", 0, 22)).await.unwrap();
     assert_eq!(site.load().await.2, 1);
     site.wait_load((0, 0, 0)).await;
-    site.wait_line("warmroute_api_bookings 0").await;
-    site.wait_line("warmroute_api_expired_bookings_total 1")
-        .await;
+    let page = site.text("metrics").await;
+    for line in [
+        "warmroute_api_bookings 0",
+        "warmroute_api_expired_bookings_total 1",
+    ] {
+        assert!(
+            page.lines().any(|found| found == line),
+            "{line} is not in {page}"
+        );
+    }
     let gone = pb::MarkPrefillCompletedRequest {
         attempt: attempt("r", 0),
     };

@@ -103,10 +103,10 @@ impl SessionTable {
         let Some(session) = self.sessions.get_mut(key) else {
             return;
         };
-        if session
+        let is_due = session
             .announced_at
-            .is_none_or(|announced| now.saturating_duration_since(announced) >= interval)
-        {
+            .is_none_or(|announced| now.saturating_duration_since(announced) >= interval);
+        if is_due && matches!(session.binding, BindingState::Bound(_)) {
             session.announced_at = Some(now);
             self.announce_binding(key);
         }

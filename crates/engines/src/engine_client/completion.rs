@@ -4,11 +4,12 @@
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use reqwest::header::{AUTHORIZATION, DATE};
-use reqwest::{RequestBuilder, Response};
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, DATE};
+use reqwest::{RequestBuilder, Response, StatusCode};
 use serde_json::Value;
 
-use super::error::{EngineError, transport_error};
+use super::body::{parse_json, read_body, read_error_body};
+use super::error::{EngineError, status_error, transport_error};
 use super::{EngineClient, EngineUrl};
 
 /// Token usage of one completion.
@@ -28,9 +29,24 @@ impl EngineClient {
         request: Bytes,
         deadline: Duration,
     ) -> Result<CompletionUsage, EngineError> {
-        let answer: Value = self
-            .post(engine, "v1/completions", request, deadline)
-            .await?;
+        // It is sent once: a repeated completion would find its own blocks cached.
+        let builder = self.shared.client.post(engine.join("v1/completions"));
+        let builder = builder
+            .headers(self.shared.headers.clone())
+            .header(CONTENT_TYPE, "application/json")
+            .body(request);
+        let call = async {
+            let response = self.send(builder).await?;
+            match response.status() {
+                StatusCode::OK => {
+                    parse_json::<Value>(&read_body(response, self.shared.max_response).await?)
+                }
+                status => Err(status_error(status, &read_error_body(response).await)),
+            }
+        };
+        let answer = tokio::time::timeout(deadline, call)
+            .await
+            .map_err(|_| EngineError::Timeout)??;
         let number = |value: &Value| {
             value
                 .as_u64()

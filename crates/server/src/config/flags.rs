@@ -6,6 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use serde_json::{Value, json};
 use warmroute_runtime::tls::TlsConfig;
 use warmroute_settings::DurationSetting;
@@ -34,7 +35,8 @@ pub struct ServeFlags {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub secure_serving: Option<bool>,
     /// Directory with the certificate of ext_proc: tls.crt and tls.key
-    #[arg(long = "cert-path", value_name = "DIR", value_parser = parse_directory)]
+    // A relative path is relative to the working directory, not to the configuration file.
+    #[arg(long = "cert-path", value_name = "DIR", value_parser = PathBufValueParser::new().try_map(std::path::absolute))]
     pub cert_dir: Option<PathBuf>,
     /// Time to continue serving after the stop signal; overrides `process.drain.grace_period`
     #[arg(long = "drain-timeout", value_name = "TIME")]
@@ -149,11 +151,6 @@ impl ServeFlags {
             (None, None) => {}
         }
     }
-}
-
-fn parse_directory(text: &str) -> std::io::Result<PathBuf> {
-    // A relative path is relative to the working directory, not to the configuration file.
-    std::path::absolute(text)
 }
 
 fn parse_log_format(text: &str) -> Result<LogFormat, String> {

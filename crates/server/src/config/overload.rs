@@ -61,3 +61,21 @@ impl OverloadConfig {
         Some(Problem::of(name, format!("`{name}` {text}")))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thresholds_are_those_of_the_section() {
+        assert_eq!(
+            OverloadConfig::default().thresholds(),
+            OverloadThresholds::default()
+        );
+        let config: OverloadConfig = serde_json::from_str(r#"{"backoff": "2s"}"#).unwrap();
+        assert_eq!(
+            config.thresholds().mark_duration,
+            std::time::Duration::from_secs(2)
+        );
+    }
+}

@@ -33,7 +33,7 @@ impl RequestsSection {
     /// Returns the invalid path suffixes and header names.
     pub fn path_problems(&self) -> Vec<Problem> {
         let suffixes = all_within("paths", suffix_problems(&self.paths));
-        let headers = header_name_problems("path_headers", &self.path_headers);
+        let headers = header_name_problems("path_headers", &self.path_headers, "x-original-path");
         suffixes.chain(headers).collect()
     }
 }

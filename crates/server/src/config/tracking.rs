@@ -91,3 +91,33 @@ impl TrackingHashConfig {
         Ok(TrackingHash::Keyed(TrackingKey::new(id, secret)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn key_needs_32_bytes_and_a_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let keyed = |bytes: usize| {
+            std::fs::write(directory.path().join("key"), vec![7; bytes]).unwrap();
+            let mut config = TrackingHashConfig {
+                algorithm: TrackingFamily::Keyed,
+                key_file: Some("key".into()),
+                key_id: Some("k1".into()),
+            };
+            config.resolve(directory.path());
+            config.load()
+        };
+        assert_eq!(
+            TrackingHashConfig::default().load(),
+            Ok(TrackingHash::Public)
+        );
+        assert_eq!(
+            keyed(32),
+            Ok(TrackingHash::Keyed(TrackingKey::new("k1", [7; 32])))
+        );
+        let problem = keyed(31).unwrap_err();
+        assert!(problem.text.contains("has 31 bytes"), "{}", problem.text);
+    }
+}

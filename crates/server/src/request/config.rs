@@ -49,10 +49,11 @@ impl ClientsConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let tenant = self.tenant_header.iter();
         tenant
-            .filter_map(|name| header_name_problem("tenant_header", name))
+            .filter_map(|name| header_name_problem("tenant_header", name, "x-tenant-id"))
             .chain(header_name_problems(
                 "objective_headers",
                 &self.objective_headers,
+                "x-gateway-inference-objective",
             ))
             .collect()
     }

@@ -133,7 +133,7 @@ impl PoolRoutesConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if let Some(name) = &self.header {
-            problems.extend(header_name_problem("header", name));
+            problems.extend(header_name_problem("header", name, "x-pool"));
         }
         problems.extend(self.authority_problems());
         for (at, rule) in self.rules.iter().enumerate() {
@@ -367,5 +367,17 @@ mod tests {
                 "{path} {header}"
             );
         }
+    }
+
+    #[test]
+    fn unreachable_pool_rules_are_reported() {
+        let config: PoolRoutesConfig = serde_json::from_str(
+            r#"{"header": "x pool", "rules": [
+                {"pool": "", "hosts": ["a:80", "*", "a/b", "*.b*"], "paths": ["chat", "/a?b"]},
+                {"pool": "b"}, {"pool": "c"}
+            ]}"#,
+        )
+        .unwrap();
+        assert_eq!(config.problems().len(), 9, "{:?}", config.problems());
     }
 }

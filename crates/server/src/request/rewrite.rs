@@ -242,7 +242,8 @@ impl RewriteRule {
 impl RewritesConfig {
     /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
-        let mut problems: Vec<_> = header_name_problems("headers", &self.headers).collect();
+        let mut problems: Vec<_> =
+            header_name_problems("headers", &self.headers, "x-model").collect();
         let mut named = HashSet::new();
         let mut for_all = false;
         for (at, rule) in self.rules.iter().enumerate() {

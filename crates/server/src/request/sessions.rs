@@ -99,7 +99,7 @@ impl SessionsConfig {
             ("final_headers", &self.final_headers),
         ];
         for (key, list) in lists {
-            problems.extend(header_name_problems(key, list));
+            problems.extend(header_name_problems(key, list, "x-session-id"));
         }
         if let Some(engine) = &self.engine {
             problems.extend(all_within("engine", engine.problems(self.ttl)));
@@ -158,6 +158,12 @@ fn first_value(headers: HeaderLookup<'_>, names: &[String]) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn defaults_are_valid() {
+        assert_eq!(SessionsConfig::default().problems(), []);
+        assert_eq!(SessionsConfig::default().rules(), SessionRules::default());
+    }
 
     #[test]
     fn session_headers_precede_body_field() {

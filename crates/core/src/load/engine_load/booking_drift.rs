@@ -139,7 +139,7 @@ mod tests {
             drifts in prop::collection::vec(-4_i64..9, 1..60),
             lag in 0_u64..20,
         ) {
-            let window = (lag as usize + 1).max(PERSISTENT_REPORTS as usize);
+            let window = (lag as usize + 1).max(3);
             let expected: Vec<u64> = (1..=drifts.len())
                 .map(|end| {
                     let least = drifts[end.saturating_sub(window)..end].iter().min().unwrap();

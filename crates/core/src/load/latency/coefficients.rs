@@ -54,25 +54,22 @@ pub(super) const PREFILL_MARGIN: f64 = 0.05;
 pub struct LatencyCoefficients {
     /// Prefill, fixed part: HTTP, scheduling, and the rest of the step that is running. It delays no
     /// other request of the engine.
-    #[serde(rename = "prefill_base_seconds", alias = "prefill_base")]
+    #[serde(rename = "prefill_base_seconds")]
     pub prefill_base: f64,
     /// Prefill, per uncached token.
-    #[serde(rename = "prefill_token_seconds", alias = "prefill_token")]
+    #[serde(rename = "prefill_token_seconds")]
     pub prefill_token: f64,
     /// Prefill, per pair of an uncached token and a token before it (attention).
-    #[serde(rename = "prefill_pair_seconds", alias = "prefill_pair")]
+    #[serde(rename = "prefill_pair_seconds")]
     pub prefill_pair: f64,
     /// Decode step, fixed part.
-    #[serde(rename = "decode_step_seconds", alias = "decode_step")]
+    #[serde(rename = "decode_step_seconds")]
     pub decode_step: f64,
     /// Decode step, per running request.
-    #[serde(rename = "decode_request_seconds", alias = "decode_request")]
+    #[serde(rename = "decode_request_seconds")]
     pub decode_request: f64,
     /// Decode step, per token in the context of all running requests.
-    #[serde(
-        rename = "decode_context_token_seconds",
-        alias = "decode_context_token"
-    )]
+    #[serde(rename = "decode_context_token_seconds")]
     pub decode_context_token: f64,
 }
 

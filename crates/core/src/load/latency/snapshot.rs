@@ -9,7 +9,7 @@ use crate::load::tracker::LoadTracker;
 use crate::worker::{ModelName, WorkerRank};
 
 /// Version of the format. Another version is not restored.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Learned latency of all models and ranks, without the request rates.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

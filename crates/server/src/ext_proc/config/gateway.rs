@@ -83,7 +83,7 @@ impl GatewayConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         for (field, names) in self.header_names.overrides() {
-            let found = header_name_problems(field, names);
+            let found = header_name_problems(field, names, "x-worker-instance-id");
             problems.extend(all_within("header_names", found));
         }
         if self.fallback_endpoints > Self::MAX_FALLBACKS {

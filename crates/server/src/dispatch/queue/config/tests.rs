@@ -57,6 +57,16 @@ fn classes_require_buckets() {
     assert_eq!(texts, ["uncached_buckets", "default_family"]);
 }
 
+#[test]
+fn default_family_without_similar_name_is_reported() {
+    let queue = QueueConfig {
+        default_family: Some("other".into()),
+        ..valid_config()
+    };
+    let text = "no class has the family `other`; name the family of some class";
+    assert_eq!(queue.problems(), [Problem::of("default_family", text)]);
+}
+
 fn path_of(problem: &Problem) -> String {
     let step = |step: &PathStep| match step {
         PathStep::Key(key) => key.clone(),
