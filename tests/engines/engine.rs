@@ -17,7 +17,7 @@ use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, ZmqMes
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A running engine. It exits with the test, because its standard input closes.
-pub(crate) struct EngineProcess {
+pub(crate) struct SimulatorProcess {
     _child: Child,
     _stdin: Option<ChildStdin>,
     pub(crate) address: String,
@@ -25,7 +25,7 @@ pub(crate) struct EngineProcess {
     pub(crate) http: reqwest::Client,
 }
 
-impl EngineProcess {
+impl SimulatorProcess {
     pub(crate) async fn start(flags: &[&str]) -> Self {
         let mut command = Command::new(example_program("engine_sim").unwrap());
         command.args(["--listen", "127.0.0.1:0", "--exit-on-stdin-eof"]);

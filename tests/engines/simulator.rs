@@ -13,15 +13,15 @@ use tokio::net::TcpListener;
 use warmroute_testbed::workload::{ChatWorkload, WorkloadShape};
 use zeromq::{Socket as _, SocketRecv as _, SubSocket};
 
-use crate::engine::{self, EngineProcess, PATIENCE, cached_tokens, ids};
+use crate::engine::{self, PATIENCE, SimulatorProcess, cached_tokens, ids};
 
-async fn simulator(flags: &[&str]) -> EngineProcess {
+async fn simulator(flags: &[&str]) -> SimulatorProcess {
     let tokenizer = "examples/models/qwen2.5/tokenizer.json.gz";
     let identity = ["--id", "7", "--tokenizer", tokenizer];
-    EngineProcess::start(&[&identity, flags].concat()).await
+    SimulatorProcess::start(&[&identity, flags].concat()).await
 }
 
-async fn with_events(flags: &[&str]) -> EngineProcess {
+async fn with_events(flags: &[&str]) -> SimulatorProcess {
     let any = "tcp://127.0.0.1:0";
     let sockets: &[&str] = &[
         "--events-endpoint",
@@ -35,7 +35,7 @@ async fn with_events(flags: &[&str]) -> EngineProcess {
 }
 
 /// Fetches all batches from sequence number `start` onwards from the replay socket of a rank.
-async fn replay(engine: &EngineProcess, rank: usize, start: u64) -> Vec<EventBatch> {
+async fn replay(engine: &SimulatorProcess, rank: usize, start: u64) -> Vec<EventBatch> {
     let batches = engine::replay(&engine.sources[rank]["replay_endpoint"], start).await;
     batches
         .iter()
@@ -156,7 +156,7 @@ fn cached(state: &Value) -> BTreeMap<u64, u64> {
 
 /// Sends requests that store, hit, copy and evict blocks, decode past a block boundary, and clear
 /// the cache.
-async fn traffic(engine: &EngineProcess) {
+async fn traffic(engine: &SimulatorProcess) {
     for _ in 0..3 {
         engine.complete(ids(0..64, 1)).await;
     }
@@ -170,7 +170,7 @@ async fn traffic(engine: &EngineProcess) {
 }
 
 /// Sends requests until a batch arrives. The subscription takes effect once the engine has read it.
-async fn first_batch(engine: &EngineProcess, live: &mut SubSocket) -> EventBatch {
+async fn first_batch(engine: &SimulatorProcess, live: &mut SubSocket) -> EventBatch {
     for probe in 0..400 {
         engine
             .complete(ids(10_000 + probe * 100..10_020 + probe * 100, 1))

@@ -355,19 +355,14 @@ impl RoutedAnswer {
                 end => break end.is_err(),
             }
         };
-        Self::of_parts(status, headers, body, cut)
+        Self::of_parts(status, headers, &body, cut)
     }
 
-    pub(crate) fn of_parts(
-        status: StatusCode,
-        headers: HeaderMap,
-        body: Vec<u8>,
-        cut: bool,
-    ) -> Self {
+    pub(crate) fn of_parts(status: StatusCode, headers: HeaderMap, body: &[u8], cut: bool) -> Self {
         Self {
             status,
             headers,
-            text: String::from_utf8_lossy(&body).into_owned(),
+            text: String::from_utf8_lossy(body).into_owned(),
             cut,
         }
     }

@@ -107,7 +107,7 @@ pub struct WorkerRank {
 }
 
 impl WorkerRank {
-    /// Creates the value from its numbers.
+    /// Creates a rank from the worker id and the rank number.
     pub const fn new(worker: u64, rank: u32) -> Self {
         Self {
             worker: WorkerId(worker),

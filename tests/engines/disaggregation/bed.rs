@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::engine::{EngineProcess, PATIENCE};
+use crate::engine::{PATIENCE, SimulatorProcess};
 
-impl EngineProcess {
+impl SimulatorProcess {
     /// Returns the sum of a metric over the ranks. Names without a prefix are those of the
     /// simulator.
     pub(crate) async fn metric(&self, name: &str) -> f64 {

@@ -6,7 +6,7 @@ use reqwest::StatusCode;
 use serde_json::{Value, json};
 
 use crate::disaggregation::bed::{kv, stream_text, streamed_kv, text, with};
-use crate::engine::{EngineProcess, cached_tokens, ids};
+use crate::engine::{SimulatorProcess, cached_tokens, ids};
 
 const NIXL: [&str; 6] = [
     "--kv-connector",
@@ -17,11 +17,11 @@ const NIXL: [&str; 6] = [
     "examples/models/tinyllama/tokenizer.json.gz",
 ];
 
-async fn engine(flags: &[&str]) -> EngineProcess {
-    EngineProcess::start(&[&NIXL, flags].concat()).await
+async fn engine(flags: &[&str]) -> SimulatorProcess {
+    SimulatorProcess::start(&[&NIXL, flags].concat()).await
 }
 
-async fn pair() -> (EngineProcess, EngineProcess) {
+async fn pair() -> (SimulatorProcess, SimulatorProcess) {
     tokio::join!(engine(&[]), engine(&["--kv-load-timeout", "300ms"]))
 }
 
@@ -35,7 +35,7 @@ fn prefill_of(body: &Value) -> Value {
     )
 }
 
-async fn prefill(engine: &EngineProcess, body: &Value) -> Value {
+async fn prefill(engine: &SimulatorProcess, body: &Value) -> Value {
     let mut answer = engine.complete(&prefill_of(body)).await;
     assert_eq!(answer["usage"]["completion_tokens"], 1);
     answer["kv_transfer_params"].take()
@@ -45,7 +45,7 @@ fn decode_of(body: &Value, params: &Value) -> Value {
     with(body, &json!({"kv_transfer_params": params}))
 }
 
-async fn wait_idle(engine: &EngineProcess) {
+async fn wait_idle(engine: &SimulatorProcess) {
     engine.eventually_metric("kv_leases", 0.0).await;
     engine.eventually("/blocks/used", 0).await;
 }

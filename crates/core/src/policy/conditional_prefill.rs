@@ -226,9 +226,11 @@ impl DisaggregationConfig {
             ),
             ("decode_busy_threshold", rule.decode_busy_threshold, 1.0),
         ];
-        shares.into_iter().try_for_each(|(name, value, most)| {
-            value.map_or(Ok(()), |value| check_range(name, value, most))
-        })?;
+        for (name, value, most) in shares {
+            if let Some(value) = value {
+                check_range(name, value, most)?;
+            }
+        }
         if rule.policy.needs_busy_threshold() && rule.prefill_busy_threshold.is_none() {
             let text = "is required by this policy; set the share of a prefill worker's batch size, 1.0 for one full step";
             return Err(("prefill_busy_threshold", text.to_owned()));

@@ -21,9 +21,9 @@ const MAX_PREFILL_UTILIZATION: f64 = 0.9;
 /// the judge: 0.7 costs 1 % of TPOT, and 1 costs 0.4 points of goodput on conversations.
 const DELAY_SHARE: f64 = 0.9;
 
-/// Share of the requests of a rank, as the mean over all ranks, that still arrive while the rank has
-/// a prefill backlog. Most are routed to ranks with a shorter one. Measured with the judge: 1 costs
-/// 0.8 points of goodput on conversations.
+/// Ratio of the request rate of a rank with a prefill backlog to the mean rate of all ranks. It is
+/// below 1 because most requests are routed to ranks with a shorter backlog. Measured with the
+/// judge: 1 costs 0.8 points of goodput on conversations.
 const BACKLOG_ARRIVAL_SHARE: f64 = 0.25;
 
 /// Weight of the share of used blocks in `evicting_share`. It decides between ranks whose costs
@@ -94,7 +94,7 @@ const TERMS: PolicyTerms = PolicyTerms {
         // seconds, times the weight of the first token.
         "arrival_delay",
         // Expected delay caused by later requests that compute evicted blocks again, in seconds,
-        // with the weight of the first token. These requests may run on any rank, so no prefill
+        // times the weight of the first token plus 1. These requests may run on any rank, so no prefill
         // factor applies.
         "eviction",
     ],

@@ -45,7 +45,7 @@ impl Default for EngineDiscoveryConfig {
 }
 
 impl EngineDiscoveryConfig {
-    /// Checks the value.
+    /// Returns the problems of the values.
     pub fn problems(&self) -> Option<Problem> {
         let zero = self.interval.get().is_zero();
         let text = "an interval of 0s would query without pause; the default is 5m";
@@ -77,7 +77,7 @@ impl Default for EngineLoadConfig {
 }
 
 impl EngineLoadConfig {
-    /// Checks the values.
+    /// Returns the problems of the values.
     pub fn problems(&self) -> Option<Problem> {
         if self.interval.get() >= MIN_INTERVAL {
             return None;
@@ -112,7 +112,7 @@ impl Default for KvEventsLimits {
 }
 
 impl KvEventsLimits {
-    /// Checks the values.
+    /// Returns the problems of the values.
     pub fn problems(&self) -> Option<Problem> {
         if (SMALLEST_MESSAGE..=LARGEST_MESSAGE).contains(&self.max_message_size) {
             return None;

@@ -34,7 +34,7 @@ pub struct PoolConfig {
 }
 
 impl PoolConfig {
-    /// Checks the values.
+    /// Returns the problems of the values.
     pub fn problems(&self) -> Vec<Problem> {
         let named = [("name", &self.name), ("namespace", &self.namespace)];
         let empty = named

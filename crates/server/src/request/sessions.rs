@@ -74,7 +74,7 @@ impl SessionsConfig {
         }
     }
 
-    /// Checks the values.
+    /// Returns the problems of the values.
     pub fn problems(&self) -> Vec<Problem> {
         let found = self.rules().validate().err();
         let mut problems: Vec<_> = found

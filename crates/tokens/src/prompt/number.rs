@@ -69,7 +69,7 @@ pub(super) fn float_filter(value: &Value, default: Option<&Value>) -> Result<Val
     }
 }
 
-/// Returns the number that a value other than a text is, if it is one.
+/// Returns the value as a number, or `None` if it is neither a number nor a Boolean.
 fn number_of(value: &Value) -> Result<Option<Value>, Error> {
     match value.kind() {
         ValueKind::Undefined => Err(Error::new(

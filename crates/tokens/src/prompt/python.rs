@@ -245,7 +245,7 @@ fn write_pairs(out: &mut String, value: &Value, depth: usize) {
     out.push('}');
 }
 
-/// Notation of a number that is not finite, infinity and negative infinity in `repr`.
+/// Names of NaN, infinity and negative infinity in `repr`.
 const REPR_NAMES: [&str; 3] = ["nan", "inf", "-inf"];
 
 /// The same notation in `json.dumps`.

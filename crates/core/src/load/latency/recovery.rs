@@ -215,7 +215,7 @@ impl RecoveryTrials {
     }
 
     /// Records the time of a prefill, or the mean time of decode steps. Returns whether the rank has
-    /// recovered in this phase. Its bookings are then counted anew.
+    /// recovered in this phase. If so, its count of bookings while slow restarts at 0.
     pub(super) fn record(
         &mut self,
         phase: SlowPhase,
