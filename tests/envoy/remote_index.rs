@@ -54,7 +54,7 @@ async fn modes(deployment: &TestDeployment, from: usize) -> Vec<String> {
 /// Returns the explanation of each worker for a prompt: overlap, index freshness and cost.
 async fn explanations(deployment: &TestDeployment, page: &str, topic: usize) -> Value {
     let question = json!({"path": "/v1/completions", "body": {"model": MODEL, "prompt": essay(topic), "max_tokens": 1}});
-    let answer = RoutedAnswer::of(deployment.http.post(page).json(&question)).await;
+    let answer = RoutedAnswer::send(deployment.http.post(page).json(&question)).await;
     let answer = answer.json();
     assert_eq!(answer["mode"], "exact", "{answer}");
     answer["phases"][0]["workers"].clone()

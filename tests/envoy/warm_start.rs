@@ -164,7 +164,7 @@ async fn restart_resumes_from_snapshot_unless_engine_changed() {
     for engine in &deployment.engines[1..] {
         let body = json!({"model": MODEL, "prompt": essay(PROMPTS + 1), "max_tokens": 1});
         let request = deployment.http.post(engine.url("/v1/completions"));
-        let answer = RoutedAnswer::of(request.json(&body)).await;
+        let answer = RoutedAnswer::send(request.json(&body)).await;
         assert_eq!(answer.status, 200);
     }
     deployment.engines[0].kill9();

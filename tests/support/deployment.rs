@@ -138,7 +138,7 @@ impl TestDeployment {
     }
 
     pub(crate) async fn post(&self, path: &str, body: &Value) -> RoutedAnswer {
-        RoutedAnswer::of(self.request(path, body)).await
+        RoutedAnswer::send(self.request(path, body)).await
     }
 
     /// Sends a chat with one question, which is cheap for the engine.
@@ -328,19 +328,19 @@ pub(crate) struct RoutedAnswer {
     headers: HeaderMap,
     pub(crate) text: String,
     /// The response ended before it was complete.
-    pub(crate) cut: bool,
+    pub(crate) is_incomplete: bool,
 }
 
 impl RoutedAnswer {
     /// Sends a request. Asserts that the response is complete.
-    pub(crate) async fn of(request: RequestBuilder) -> Self {
-        let answer = Self::begun(request).await;
-        assert!(!answer.cut, "{answer:?}");
+    pub(crate) async fn send(request: RequestBuilder) -> Self {
+        let answer = Self::send_unchecked(request).await;
+        assert!(!answer.is_incomplete, "{answer:?}");
         answer
     }
 
-    /// Like [`Self::of`], for a response that may be incomplete.
-    pub(crate) async fn begun(request: RequestBuilder) -> Self {
+    /// Like [`Self::send`], for a response that may be incomplete.
+    pub(crate) async fn send_unchecked(request: RequestBuilder) -> Self {
         Self::read(request.send().await.unwrap()).await
     }
 
@@ -349,21 +349,26 @@ impl RoutedAnswer {
         let status = response.status();
         let headers = response.headers().clone();
         let mut body = Vec::new();
-        let cut = loop {
+        let is_incomplete = loop {
             match response.chunk().await {
                 Ok(Some(chunk)) => body.extend_from_slice(&chunk),
                 end => break end.is_err(),
             }
         };
-        Self::of_parts(status, headers, &body, cut)
+        Self::from_parts(status, headers, &body, is_incomplete)
     }
 
-    pub(crate) fn of_parts(status: StatusCode, headers: HeaderMap, body: &[u8], cut: bool) -> Self {
+    pub(crate) fn from_parts(
+        status: StatusCode,
+        headers: HeaderMap,
+        body: &[u8],
+        is_incomplete: bool,
+    ) -> Self {
         Self {
             status,
             headers,
             text: String::from_utf8_lossy(body).into_owned(),
-            cut,
+            is_incomplete,
         }
     }
 

@@ -60,7 +60,7 @@ async fn readiness_lists_pending_steps() {
         .unwrap();
 
     assert_pending(&deployment, &json!(["initial workers: at least 1"])).await;
-    let alive = RoutedAnswer::of(deployment.http.get(deployment.admin_url("/healthz"))).await;
+    let alive = RoutedAnswer::send(deployment.http.get(deployment.admin_url("/healthz"))).await;
     assert_eq!(alive.status, StatusCode::OK, "alive before it is ready");
 
     deployment.write_workers().unwrap();

@@ -90,7 +90,7 @@ async fn assert_requests_reach_an_engine(change: EnvoyChange) {
                 .header("content-type", "application/json")
                 .body(body);
         }
-        let answered = RoutedAnswer::of(request).await;
+        let answered = RoutedAnswer::send(request).await;
         assert_eq!(
             (answered.mode(), answered.status.as_u16()),
             ("load_only", status),
@@ -187,7 +187,7 @@ async fn assert_forged_headers_ignored(deployment: &TestDeployment, workers: &[S
             };
             request = request.header(name, forged).header(name, "forged");
         }
-        let answered = RoutedAnswer::of(request).await;
+        let answered = RoutedAnswer::send(request).await;
         let report = &answered.documents()[0];
         let serves = |address: &String| report["worker"] == json!(address);
         let worker = (workers.iter().position(serves).unwrap() + 1).to_string();

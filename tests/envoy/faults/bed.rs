@@ -133,7 +133,7 @@ pub(crate) fn stream(text: &str, tokens: u64) -> Value {
 
 /// Sends a request and asserts a complete response.
 pub(crate) async fn finish(request: reqwest::RequestBuilder, body: &Value) -> RoutedAnswer {
-    let answer = RoutedAnswer::of(request).await;
+    let answer = RoutedAnswer::send(request).await;
     if let Err(error) = parse_content(body, &answer) {
         panic!("{error}: {answer:?}");
     }

@@ -53,7 +53,7 @@ async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
 
     let mut page = Value::Null;
     let draining = async || {
-        let answer = RoutedAnswer::of(bed.http.get(bed.admin_url("/readyz"))).await;
+        let answer = RoutedAnswer::send(bed.http.get(bed.admin_url("/readyz"))).await;
         page = answer.json();
         answer.status == StatusCode::SERVICE_UNAVAILABLE
     };

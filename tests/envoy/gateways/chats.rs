@@ -28,7 +28,7 @@ fn long(topic: usize) -> String {
 
 async fn send(deployment: &TestDeployment, client: &Client, body: &Value) -> RoutedAnswer {
     let url = deployment.url("/v1/chat/completions");
-    let answered = RoutedAnswer::of(client.post(url).json(body)).await;
+    let answered = RoutedAnswer::send(client.post(url).json(body)).await;
     answered.assert_exact();
     answered
 }

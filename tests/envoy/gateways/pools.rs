@@ -76,7 +76,7 @@ async fn serving_pool(bed: &GatewayTestbed, prompt: &str, pool: usize) -> (usize
     if pool == 1 {
         request = request.header("x-tier", "batch");
     }
-    let answered = RoutedAnswer::of(request).await;
+    let answered = RoutedAnswer::send(request).await;
     (usize::from(answered.engine() > 2), answered)
 }
 

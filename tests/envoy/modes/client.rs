@@ -157,7 +157,7 @@ fn parse(raw: &[u8]) -> RoutedAnswer {
     };
     let headers: HeaderMap = lines.filter_map(pair).collect();
     let (body, is_whole) = body_of(&headers, &raw[at + 4..]);
-    RoutedAnswer::of_parts(status.parse().unwrap(), headers, &body, !is_whole)
+    RoutedAnswer::from_parts(status.parse().unwrap(), headers, &body, !is_whole)
 }
 
 /// Returns the body of a response, and true if it is complete.

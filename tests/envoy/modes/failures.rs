@@ -152,7 +152,7 @@ fn config() -> Value {
 fn outcome(got: &RoutedAnswer) -> String {
     let is_stream = got.header("content-type").starts_with("text/event-stream");
     match got.status.as_u16() {
-        200 if !got.cut && (!is_stream || got.text.ends_with("data: [DONE]\n\n")) => {
+        200 if !got.is_incomplete && (!is_stream || got.text.ends_with("data: [DONE]\n\n")) => {
             "whole".to_owned()
         }
         200 => "cut".to_owned(),
@@ -164,7 +164,7 @@ impl ModeGateway {
     /// Returns the outcome of a request to each listener from `first` on.
     async fn outcomes(&self, first: usize, body: &Value) -> Vec<String> {
         let requests = (first..first + ROWS.len())
-            .map(async |at| outcome(&RoutedAnswer::begun(self.chat_to(at, body)).await));
+            .map(async |at| outcome(&RoutedAnswer::send_unchecked(self.chat_to(at, body)).await));
         join_all(requests).await
     }
 
@@ -183,7 +183,7 @@ impl ModeGateway {
     fn send_to_rows(&self, question: &str) -> Vec<JoinHandle<String>> {
         let send = |at| {
             let request = self.chat_to(at, &chat(question));
-            tokio::spawn(async move { outcome(&RoutedAnswer::begun(request).await) })
+            tokio::spawn(async move { outcome(&RoutedAnswer::send_unchecked(request).await) })
         };
         (0..ROWS.len()).map(send).collect()
     }
@@ -193,7 +193,7 @@ impl ModeGateway {
         let served = (0..self.ports.len()).map(async |listener| {
             let exact = async || {
                 let request = self.chat_to(listener, &chat("are you there?"));
-                let got = RoutedAnswer::begun(request).await;
+                let got = RoutedAnswer::send_unchecked(request).await;
                 // If Envoy sends no response messages, warmroute cannot add the header with the
                 // mode.
                 got.status == 200 && ["exact", ""].contains(&got.mode())

@@ -29,7 +29,7 @@ fn long(topic: usize, words: usize) -> Vec<u8> {
 }
 
 fn assert_whole(got: &RoutedAnswer, body: &[u8], mode: &str) {
-    assert!(got.status == 200 && !got.cut, "{got:?}");
+    assert!(got.status == 200 && !got.is_incomplete, "{got:?}");
     assert_eq!(got.json()["xxh3"], json!(fingerprint(body)));
     assert_eq!(got.mode(), mode);
 }

@@ -53,7 +53,7 @@ async fn subset_hint_of_envoy_is_followed() {
             let question = chat(&format!("{turn} {}", essay(listener)));
             let post = gateway.chat_to(listener, &question);
             for request in [get, post] {
-                let answer = RoutedAnswer::of(request).await;
+                let answer = RoutedAnswer::send(request).await;
                 if allowed.is_empty() {
                     assert_eq!(answer.error(503).0, "no_eligible_worker", "{hint}");
                     assert!(
@@ -164,7 +164,7 @@ async fn ipv6_workers_are_routed_exactly() {
         for turn in 0..10 {
             let question = stream(&format!("{turn} {}", essay(listener)), 1);
             let request = gateway.chat_to(listener, &question);
-            let answer = RoutedAnswer::of(request).await;
+            let answer = RoutedAnswer::send(request).await;
             assert_eq!(
                 (answer.status.as_u16(), answer.mode()),
                 (200, "exact"),

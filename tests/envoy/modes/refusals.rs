@@ -20,7 +20,7 @@ async fn ask(gateway: &ModeGateway, listener: usize, body: String) -> RoutedAnsw
         .http
         .post(gateway.at(listener, "/v1/chat/completions"))
         .body(body);
-    RoutedAnswer::of(
+    RoutedAnswer::send(
         request
             .header("content-type", "application/json")
             .header("x-request-id", "asked-1"),

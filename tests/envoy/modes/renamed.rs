@@ -100,13 +100,13 @@ async fn model_is_rewritten_in_request_and_response() {
             let named = if restored(mode) { requested } else { MODEL };
             for sized in [true, false] {
                 let what = format!("{mode:?} {requested} sized: {sized}");
-                let got = RoutedAnswer::of(post(sized)).await;
+                let got = RoutedAnswer::send(post(sized)).await;
                 assert_eq!(got.status, 200, "{what}: {got:?}");
                 assert_eq!(got.mode(), "exact", "{what}");
                 assert_rewritten(&got.json(), named, &what);
             }
             for size in [1, 7, 64, 100_000] {
-                let got = RoutedAnswer::of(post(true).header(PIECES, size)).await;
+                let got = RoutedAnswer::send(post(true).header(PIECES, size)).await;
                 assert_eq!(got.status, 200, "{mode:?} {size}: {got:?}");
                 assert_eq!(
                     got.text,

@@ -87,7 +87,7 @@ async fn load_is_booked_until_stream_ends() {
         gateway.set_first_tokens(1, true).await;
         let got = RoutedAnswer::read(running).await;
         assert!(
-            !got.cut && got.text.ends_with("data: [DONE]\n\n"),
+            !got.is_incomplete && got.text.ends_with("data: [DONE]\n\n"),
             "{what}: {got:?}"
         );
         gateway.wait_idle().await;
@@ -125,12 +125,12 @@ async fn worker_failure_releases_load() {
     assert_eq!(gateway.load(1, "active_requests").await, 2);
     gateway.kill(1);
     for response in running {
-        assert!(RoutedAnswer::read(response).await.cut);
+        assert!(RoutedAnswer::read(response).await.is_incomplete);
     }
     gateway.wait_idle().await;
     // If no worker accepts a connection, Envoy responds itself.
     for listener in 0..2 {
-        let got = RoutedAnswer::of(gateway.chat_to(listener, &chat("no worker"))).await;
+        let got = RoutedAnswer::send(gateway.chat_to(listener, &chat("no worker"))).await;
         assert_eq!(got.status, 503, "{got:?}");
     }
     gateway.wait_idle().await;

@@ -111,7 +111,7 @@ struct ExpectedRoute<'a> {
 
 impl UploadErrors {
     fn check(&mut self, what: &str, got: &RoutedAnswer, body: &[u8], expected: &ExpectedRoute<'_>) {
-        if got.status != 200 || got.cut {
+        if got.status != 200 || got.is_incomplete {
             self.0.push(format!("{what}: {got:?}"));
             return;
         }
@@ -308,7 +308,7 @@ async fn body_above_buffer_is_rejected_or_whole() {
     ] {
         for (version, got) in post_with_both_versions(gateway.ports[0], &body, upload).await {
             assert!(
-                got.status == 413 && !got.cut,
+                got.status == 413 && !got.is_incomplete,
                 "{version} {upload:?}: {got:?}"
             );
         }

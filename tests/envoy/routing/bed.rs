@@ -142,12 +142,12 @@ impl RoutingBed {
     }
 
     pub(crate) async fn ask(&self, body: &Value) -> RoutedAnswer {
-        RoutedAnswer::of(self.post(body)).await
+        RoutedAnswer::send(self.post(body)).await
     }
 
     /// Like [`Self::ask`], in the background.
     pub(crate) fn send_in_background(&self, body: &Value) -> JoinHandle<RoutedAnswer> {
-        tokio::spawn(RoutedAnswer::of(self.post(body)))
+        tokio::spawn(RoutedAnswer::send(self.post(body)))
     }
 
     /// Releases or holds the first tokens of an engine. While they are held, its prefills do not

@@ -315,7 +315,7 @@ async fn client_cannot_forge_transfer_params() {
     );
     // If the client sends the request directly, the engine uses these blocks, and the simulator
     // reports it.
-    let refused_kv = RoutedAnswer::of(
+    let refused_kv = RoutedAnswer::send(
         bed.http
             .post(bed.engine(21).url("/v1/completions"))
             .json(&forged),

@@ -25,7 +25,7 @@ pub(crate) fn parse_content(
     body: &Value,
     answer: &RoutedAnswer,
 ) -> Result<ResponseContent, String> {
-    if answer.status != 200 || answer.cut {
+    if answer.status != 200 || answer.is_incomplete {
         return Err("error status or incomplete response".to_owned());
     }
     let content = if body["stream"] == true {
@@ -190,7 +190,7 @@ impl ReferenceEngine {
 
     pub(crate) async fn respond(&self, body: &Value) -> ResponseContent {
         let url = self.0.engines[0].url(path_of(body));
-        let answer = RoutedAnswer::of(self.0.http.post(url).json(body)).await;
+        let answer = RoutedAnswer::send(self.0.http.post(url).json(body)).await;
         parse_content(body, &answer).unwrap_or_else(|why| panic!("{why}: {answer:?}"))
     }
 

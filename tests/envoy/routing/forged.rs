@@ -91,7 +91,7 @@ impl OutsideServer {
 async fn ask(bed: &RoutingBed, body: &Value, forged: [Option<&str>; 2]) -> RoutedAnswer {
     let names = [CLUSTER, DESTINATION].into_iter().zip(forged);
     let set = names.filter_map(|(name, value)| Some((name, value?)));
-    RoutedAnswer::of(set.fold(bed.post(body), |request, (name, value)| {
+    RoutedAnswer::send(set.fold(bed.post(body), |request, (name, value)| {
         request.header(name, value)
     }))
     .await

@@ -292,7 +292,7 @@ async fn dead_decode_worker_is_replaced_with_new_room() {
         bed.kill(decode);
         let answer = sending.await.unwrap();
         assert_eq!(
-            (answer.status.as_u16(), answer.cut),
+            (answer.status.as_u16(), answer.is_incomplete),
             (200, false),
             "{answer:?}"
         );
@@ -344,7 +344,7 @@ async fn dead_prefill_worker_is_replaced() {
         assert_eq!(bed.load(prefill, "active_requests").await, 0);
         let answer = sending.await.unwrap();
         assert_eq!(
-            (answer.status.as_u16(), answer.cut),
+            (answer.status.as_u16(), answer.is_incomplete),
             (200, false),
             "{answer:?}"
         );

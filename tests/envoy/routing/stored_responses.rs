@@ -28,7 +28,7 @@ async fn respond(bed: &RoutingBed, is_stream: bool, fields: Value) -> RoutedAnsw
     });
     merge_config(&mut body, &fields);
     let request = bed.http.post(bed.stack.url("/v1/responses")).json(&body);
-    RoutedAnswer::of(request).await
+    RoutedAnswer::send(request).await
 }
 
 fn response_id(answer: &RoutedAnswer) -> String {
@@ -45,7 +45,7 @@ fn response_id(answer: &RoutedAnswer) -> String {
 
 async fn manage(bed: &RoutingBed, method: Method, id: &str, action: &str) -> RoutedAnswer {
     let url = bed.stack.url(&format!("/v1/responses/{id}{action}"));
-    RoutedAnswer::of(bed.http.request(method, url)).await
+    RoutedAnswer::send(bed.http.request(method, url)).await
 }
 
 /// Runs conversations, and asserts that each request reaches the engine of its conversation.

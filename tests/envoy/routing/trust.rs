@@ -23,7 +23,7 @@ async fn ask(bed: &RoutingBed, headers: SentHeaders<'_>, body: &Value) -> Routed
         .fold(bed.post(body), |request, (name, value)| {
             request.header(*name, *value)
         });
-    RoutedAnswer::of(request).await
+    RoutedAnswer::send(request).await
 }
 
 fn with_nvext(question: &str, nvext: &Value) -> Value {

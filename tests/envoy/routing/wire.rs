@@ -197,7 +197,7 @@ impl WireLog {
             .http
             .post(self.bed.url(CHAT))
             .header("content-type", "application/json");
-        RoutedAnswer::of(request.header("x-request-id", name).body(body)).await
+        RoutedAnswer::send(request.header("x-request-id", name).body(body)).await
     }
 }
 

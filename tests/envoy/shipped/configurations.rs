@@ -193,7 +193,7 @@ async fn assert_300_exact_requests(deployment: &TestDeployment) {
             .http
             .post(engine.url("/v1/chat/completions"))
             .json(&question(number));
-        known.insert(number, bytes(RoutedAnswer::of(direct).await));
+        known.insert(number, bytes(RoutedAnswer::send(direct).await));
     }
     let answers = futures_util::stream::iter(0..300).map(async |at| {
         let number = (at * 7) % QUESTIONS;
@@ -245,7 +245,7 @@ async fn assert_forged_headers_ignored(deployment: &TestDeployment) {
         let mut engines = deployment.engines.iter();
         let other = engines.find(|engine| engine.spec.id != *home);
         let request = forged(deployment, number, other.unwrap().address);
-        let answered = RoutedAnswer::of(request).await;
+        let answered = RoutedAnswer::send(request).await;
         answered.assert_exact();
         assert_eq!(answered.engine(), *home, "forged headers take effect");
     }
@@ -260,7 +260,7 @@ async fn assert_fallback_without_warmroute(
     let mut served = BTreeSet::new();
     for number in 0..12 {
         let request = forged(deployment, number, deployment.engines[0].address);
-        let answered = RoutedAnswer::of(request).await;
+        let answered = RoutedAnswer::send(request).await;
         assert_eq!(
             answered.status, way.status_without_warmroute,
             "without warmroute"

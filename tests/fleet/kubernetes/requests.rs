@@ -222,7 +222,7 @@ impl RequestSite {
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
-        RoutedAnswer::of(request).await
+        RoutedAnswer::send(request).await
     }
 
     /// Waits until the cluster page of warmroute contains this text.
@@ -315,7 +315,7 @@ async fn assert_pools_are_explained(site: &RequestSite) {
         let url = site
             .deployment
             .admin_url(warmroute_server::admin::explain::EXPLAIN_PATH);
-        RoutedAnswer::of(site.deployment.http.post(url).json(&query))
+        RoutedAnswer::send(site.deployment.http.post(url).json(&query))
             .await
             .json()
     };

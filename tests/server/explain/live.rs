@@ -74,7 +74,7 @@ impl ExplainDeployment {
             let mut part = chat.clone();
             part["messages"][0]["content"] = system[..system.len() * id as usize / 8].into();
             part["messages"][1]["content"] = "Go on.".into();
-            let answer = RoutedAnswer::of(self.pinned(id, &part)).await;
+            let answer = RoutedAnswer::send(self.pinned(id, &part)).await;
             assert_eq!(answer.engine(), id);
         }
         self.settle().await;
@@ -99,7 +99,7 @@ impl ExplainDeployment {
         })
         .await;
         self.misbehave(REFUSING, json!({"refuse": 503})).await;
-        let refused = RoutedAnswer::of(self.pinned(REFUSING, &captured_chat())).await;
+        let refused = RoutedAnswer::send(self.pinned(REFUSING, &captured_chat())).await;
         assert_eq!(refused.status, StatusCode::SERVICE_UNAVAILABLE);
         self.wait_page("the rejected request is released", "load", |page| {
             requests(page) == 4

@@ -297,7 +297,10 @@ impl CostModel for SecondsModel<'_> {
         // On average, a running request decodes during half of this answer. Each of these steps is
         // longer by the times of this request and of the tokens in its context.
         let decode_delay = 0.5 * steps * (latency.step_seconds(own) - latency.decode_step);
-        let mut decode = steps * latency.step_seconds(joined);
+        let decode = match self.phase {
+            PricedPhase::Prefill => 0.0,
+            PricedPhase::Both | PricedPhase::Decode => steps * latency.step_seconds(joined),
+        };
         let [mut queue, mut kv_wait, mut transfer] = [0.0; 3];
         let [mut first_token, mut arrival_delay, mut eviction] = [0.0; 3];
         // A prefill worker holds blocks only until the KV transfer ends, so `queue` already includes
@@ -318,10 +321,7 @@ impl CostModel for SecondsModel<'_> {
         }
         let running_delay = match self.phase {
             PricedPhase::Both => requests * (DELAY_SHARE * compute + decode_delay),
-            PricedPhase::Prefill => {
-                decode = 0.0;
-                f64::from(timing.prefills) * compute
-            }
+            PricedPhase::Prefill => f64::from(timing.prefills) * compute,
             PricedPhase::Decode => {
                 transfer = self.transfer_seconds(candidate);
                 first_token = self.first_token_weight * (transfer + kv_wait);

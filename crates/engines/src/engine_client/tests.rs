@@ -411,8 +411,8 @@ async fn each_call_uses_its_path() {
 fn invalid_settings_are_reported() {
     const MISSING: &str = "/nowhere/to/be/found";
     assert!(EnginesConfig::default().problems().is_empty());
-    type Change = fn(&mut EnginesConfig);
-    let cases: [(Change, &str); 6] = [
+    type ConfigChange = fn(&mut EnginesConfig);
+    let cases: [(ConfigChange, &str); 6] = [
         (
             |config| config.timeout = DurationSetting::millis(0),
             "timeout",

@@ -7,7 +7,7 @@ use warmroute_engines::engine_client::EngineClient;
 use warmroute_engines::engine_client::config::EnginesConfig;
 
 use super::reload::Reloader;
-use super::self_test::Subjects;
+use super::self_test::CanarySuites;
 use crate::config::Config;
 
 /// Settings of a poller, with the engine client.
@@ -26,9 +26,9 @@ impl<S: PartialEq + Send + Sync + 'static> PollConfig<S> {
     /// settings.
     pub(super) fn watch(
         reloader: &Reloader,
-        select: fn(&Config, &Arc<Subjects>) -> S,
+        select: fn(&Config, &Arc<CanarySuites>) -> S,
     ) -> PollConfigReceiver<S> {
-        let create = move |config: &Config, client: EngineClient, subjects: &Arc<Subjects>| {
+        let create = move |config: &Config, client: EngineClient, subjects: &Arc<CanarySuites>| {
             Arc::new(Self {
                 settings: select(config, subjects),
                 engines: config.engines.http.clone(),

@@ -27,7 +27,7 @@ use warmroute_tokens::prompt::Encoder;
 
 use super::encoders::{EncoderRegistry, LoadedModels};
 use super::parts::{self, PreprocessorDeps};
-use super::self_test::{Subjects, load_subjects};
+use super::self_test::{CanarySuites, load_canary_suites};
 use crate::admin::ReloadReport;
 use crate::cluster::remote_index::RemoteIndexClient;
 use crate::config::{Config, ReloadedConfig};
@@ -41,7 +41,7 @@ pub(super) struct ReloadCandidate {
     /// Engine client of the new configuration.
     pub(super) client: EngineClient,
     /// Self-test subjects of the new configuration.
-    pub(super) subjects: Arc<Subjects>,
+    pub(super) subjects: Arc<CanarySuites>,
 }
 
 /// State of the configuration, for status pages.
@@ -93,7 +93,7 @@ pub struct Reloader {
     pub(super) index_client: Option<Arc<RemoteIndexClient>>,
     encoders: EncoderRegistry,
     client: ArcSwap<EngineClient>,
-    subjects: ArcSwap<Subjects>,
+    subjects: ArcSwap<CanarySuites>,
     participants: parking_lot::Mutex<Vec<ReloadPrepare>>,
     /// State of the configuration.
     status: ArcSwap<ConfigStatus>,
@@ -199,7 +199,7 @@ impl Reloader {
     }
 
     /// Returns the self-test subjects.
-    pub(super) fn subjects(&self) -> Arc<Subjects> {
+    pub(super) fn subjects(&self) -> Arc<CanarySuites> {
         self.subjects.load_full()
     }
 
@@ -208,7 +208,7 @@ impl Reloader {
         let config = self.running();
         let loaded = self.encoders.load(&config).await?;
         self.subjects.store(Arc::new(
-            load_subjects(&config, &loaded.models, &Subjects::new()).await?,
+            load_canary_suites(&config, &loaded.models, &CanarySuites::new()).await?,
         ));
         self.encoders.commit(&loaded);
         Ok(loaded.models)
@@ -318,7 +318,9 @@ impl Reloader {
             .context("engine client cannot be created")?;
         Ok(ReloadCandidate {
             preprocessor: self.build_preprocessor(config, loaded.models.clone(), &client)?,
-            subjects: Arc::new(load_subjects(config, &loaded.models, &self.subjects.load()).await?),
+            subjects: Arc::new(
+                load_canary_suites(config, &loaded.models, &self.subjects.load()).await?,
+            ),
             config: config.clone(),
             client,
         })

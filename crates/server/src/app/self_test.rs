@@ -38,16 +38,16 @@ const MAX_CONCURRENT_TESTS: usize = 4;
 
 /// Canaries by model. They are tokenized once per tokenizer, on blocking threads, because that
 /// takes milliseconds.
-pub(super) type Subjects = HashMap<ModelName, Arc<CanarySuite>>;
+pub(super) type CanarySuites = HashMap<ModelName, Arc<CanarySuite>>;
 
-/// Loads the subjects of a configuration. Unchanged ones are reused from `before`. There are none
+/// Loads the canaries of a configuration. Unchanged ones are reused from `before`. There are none
 /// if the self-test is disabled.
-pub(super) async fn load_subjects(
+pub(super) async fn load_canary_suites(
     config: &Config,
     models: &ModelRegistry,
-    before: &Subjects,
-) -> anyhow::Result<Subjects> {
-    let mut subjects = Subjects::new();
+    before: &CanarySuites,
+) -> anyhow::Result<CanarySuites> {
+    let mut subjects = CanarySuites::new();
     if !config.engines.parity_check.enabled {
         return Ok(subjects);
     }
@@ -76,11 +76,11 @@ pub(super) async fn load_subjects(
 struct SelfTestSettings {
     config: SelfTestConfig,
     canary_headers: CanaryHeaders,
-    subjects: Arc<Subjects>,
+    subjects: Arc<CanarySuites>,
 }
 
 impl SelfTestSettings {
-    fn new(config: &Config, subjects: &Arc<Subjects>) -> Self {
+    fn new(config: &Config, subjects: &Arc<CanarySuites>) -> Self {
         Self {
             config: config.engines.parity_check.clone(),
             canary_headers: CanaryHeaders::new(config),
@@ -157,7 +157,7 @@ impl SelfTestRunner {
     }
 
     /// Clears the findings of models whose tokenizer has changed.
-    fn reset_changed_subjects(&self, before: &Arc<Subjects>, now: &Arc<Subjects>) {
+    fn reset_changed_subjects(&self, before: &Arc<CanarySuites>, now: &Arc<CanarySuites>) {
         if Arc::ptr_eq(before, now) {
             return;
         }

@@ -47,9 +47,9 @@ impl Default for EngineDiscoveryConfig {
 impl EngineDiscoveryConfig {
     /// Returns the problems of the values.
     pub fn problems(&self) -> Option<Problem> {
-        let zero = self.interval.get().is_zero();
+        let is_zero = self.interval.get().is_zero();
         let text = "an interval of 0s would query without pause; the default is 5m";
-        zero.then(|| Problem::of("interval", text))
+        is_zero.then(|| Problem::of("interval", text))
     }
 }
 

@@ -297,7 +297,7 @@ fn empty_document_has_no_content() {
 
 #[test]
 fn probe_reports_decide_first_token_and_end() {
-    let probed = |event_stream| {
+    let probed = |is_event_stream| {
         let start = ExchangeStart {
             exchange_key: Some("7".into()),
             ..ExchangeStart::default()
@@ -310,8 +310,8 @@ fn probe_reports_decide_first_token_and_end() {
         exchange.on_message(headers(CHAT, false));
         exchange.on_message(body(b"{}", true));
         exchange.on_route(to_worker());
-        exchange.on_message(response(event_stream, false));
-        assert_eq!(exchange.awaits_first_token(), event_stream);
+        exchange.on_message(response(is_event_stream, false));
+        assert_eq!(exchange.awaits_first_token(), is_event_stream);
         assert!(!exchange.observes_no_content());
         exchange
     };
@@ -322,8 +322,8 @@ fn probe_reports_decide_first_token_and_end() {
         (true, empty, &["content missing Empty", "finished"]),
         (false, empty, &["content missing Empty", "finished"]),
     ];
-    for (event_stream, report, expected) in cases {
-        let mut exchange = probed(event_stream);
+    for (is_event_stream, report, expected) in cases {
+        let mut exchange = probed(is_event_stream);
         assert_eq!(describe(exchange.on_content_report(report)), expected);
         let again = exchange.on_content_report(ContentReport::Content);
         assert!(again.is_empty(), "only once");
