@@ -1,11 +1,11 @@
 //! `warmroute check`: validates a configuration, and prints a verdict.
 
 use std::io::{Read as _, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Serialize;
 use warmroute_server::app;
-use warmroute_server::config::{Advice, Config};
+use warmroute_server::config::{Advice, COMMAND_LINE, Config};
 use warmroute_server::serve::EXIT_MISCONFIGURED;
 use warmroute_settings::{ConfigError, format_count};
 
@@ -13,13 +13,11 @@ use super::admin_client::pretty_json;
 use super::style;
 use crate::cmd::cli::CheckArgs;
 
-/// Name of the command line in errors.
-const COMMAND_LINE: &str = "the command line";
 /// Name of standard input in errors. Relative paths in it are relative to the working directory.
 const STDIN: &str = "<stdin>";
 
 /// Result of a check.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 struct ConfigCheckReport {
     /// Name of the file; `None` if only flags are checked.
     file: Option<String>,
@@ -34,11 +32,13 @@ struct ConfigCheckReport {
 
 /// Checks a configuration as `serve` would load it. Returns the exit code.
 pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
-    let (report, config) = match CheckedSource::read(args) {
-        Ok(source) => source.check(args)?,
+    let mut report = ConfigCheckReport::default();
+    let config = match report.check(args) {
+        Ok(config) => config,
         Err(error) if args.json => {
-            let error = ConfigError::of_file(Path::new(COMMAND_LINE), error.to_string());
-            (ConfigCheckReport::invalid(None, vec![error]), None)
+            let path = Path::new(COMMAND_LINE);
+            report.errors = vec![ConfigError::of_file(path, error.to_string())];
+            None
         }
         Err(error) => return Err(error),
     };
@@ -53,51 +53,26 @@ pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyh
     Ok(if report.valid { 0 } else { EXIT_MISCONFIGURED })
 }
 
-/// The configuration to check.
-struct CheckedSource {
-    /// Path of the file, or [`STDIN`]; `None` if there are only flags.
-    path: Option<PathBuf>,
-    /// Standard input.
-    bytes: Option<Vec<u8>>,
-}
-
-impl CheckedSource {
-    fn read(args: &CheckArgs) -> anyhow::Result<Self> {
-        let Some(path) = args.serve.config_file()? else {
-            return Ok(Self {
-                path: None,
-                bytes: None,
-            });
+impl ConfigCheckReport {
+    /// Fills in the report. Returns the configuration if it is valid.
+    fn check(&mut self, args: &CheckArgs) -> anyhow::Result<Option<Config>> {
+        let flags = &args.serve.flags;
+        let (path, bytes) = match args.serve.config_file()? {
+            None => (Path::new(COMMAND_LINE), Ok(flags.without_file())),
+            Some(path) if path == Path::new("-") => {
+                let mut bytes = Vec::new();
+                std::io::stdin().read_to_end(&mut bytes)?;
+                (Path::new(STDIN), Ok(bytes))
+            }
+            Some(path) => (path, Config::read_file(path)),
         };
-        if path != Path::new("-") {
-            return Ok(Self {
-                path: Some(path.to_owned()),
-                bytes: None,
-            });
-        }
-        let mut bytes = Vec::new();
-        std::io::stdin().read_to_end(&mut bytes)?;
-        Ok(Self {
-            path: Some(STDIN.into()),
-            bytes: Some(bytes),
-        })
-    }
-
-    /// Returns the report, and the configuration if it is valid.
-    fn check(self, args: &CheckArgs) -> anyhow::Result<(ConfigCheckReport, Option<Config>)> {
-        let flags = args.serve.flags.clone();
-        let read = match (&self.path, &self.bytes) {
-            (Some(path), Some(bytes)) => Config::parse_all(path, bytes, &flags),
-            (Some(path), None) => Config::load_with(path, &flags),
-            (None, _) => Config::of_flags(&flags),
-        };
-        let config = match read {
-            Ok(config) => config,
+        self.file = (path != Path::new(COMMAND_LINE)).then(|| path.display().to_string());
+        let parsed = bytes.and_then(|bytes| Ok((Config::parse_all(path, &bytes, flags)?, bytes)));
+        let (config, bytes) = match parsed {
+            Ok(parsed) => parsed,
             Err(errors) => {
-                return Ok((
-                    ConfigCheckReport::invalid(self.path.as_deref(), errors),
-                    None,
-                ));
+                self.errors = errors;
+                return Ok(None);
             }
         };
         let workers = app::listed_workers(&config)?;
@@ -108,48 +83,17 @@ impl CheckedSource {
                 .build()?;
             let found = runtime.block_on(app::try_load(&config));
             if !found.problems.is_empty() {
-                let errors = match (&self.path, &self.bytes) {
-                    (Some(path), Some(bytes)) => Config::locate_in(path, bytes, found.problems),
-                    (Some(path), None) => Config::locate(path, found.problems),
-                    (None, _) => Vec::from_iter(found.problems.into_iter().map(|problem| {
-                        ConfigError::of_file(Path::new(COMMAND_LINE), problem.text)
-                    })),
-                };
-                return Ok((
-                    ConfigCheckReport::invalid(self.path.as_deref(), errors),
-                    None,
-                ));
+                self.errors = Config::locate(path, &bytes, found.problems);
+                return Ok(None);
             }
             warnings.extend(found.warnings);
         }
         let is_listed = config.workers.dns.is_empty() && config.workers.kubernetes.is_none();
-        let report = ConfigCheckReport {
-            file: self.path.as_deref().map(file_name),
-            valid: true,
-            models: config.models.len(),
-            workers: is_listed.then_some(workers.len()),
-            errors: Vec::new(),
-            warnings,
-        };
-        Ok((report, Some(config)))
-    }
-}
-
-/// Returns the name of a file as text, in which invalid UTF-8 is replaced.
-fn file_name(path: &Path) -> String {
-    path.display().to_string()
-}
-
-impl ConfigCheckReport {
-    fn invalid(file: Option<&Path>, errors: Vec<ConfigError>) -> Self {
-        Self {
-            file: file.map(file_name),
-            valid: false,
-            models: 0,
-            workers: None,
-            errors,
-            warnings: Vec::new(),
-        }
+        self.valid = true;
+        self.models = config.models.len();
+        self.workers = is_listed.then_some(workers.len());
+        self.warnings = warnings;
+        Ok(Some(config))
     }
 
     /// Writes errors and warnings, one per line, and the verdict. If `quiet`, writes only errors.

@@ -533,8 +533,11 @@ impl TokenizerTable {
                     tokenizer_config,
                     chat_template,
                 };
-                let media = entry.media.map(|mut media| {
-                    media.resolve(directory);
+                let media = entry.media.map(|mut media: MediaConfig| {
+                    let image = media.image.as_mut();
+                    if let Some(file) = image.and_then(|image| image.preprocessor_config.as_mut()) {
+                        *file = directory.join(&file);
+                    }
                     media
                 });
                 entries.insert(entry.name, (config, media));

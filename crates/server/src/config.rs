@@ -33,7 +33,7 @@ use warmroute_core::router::RouterSettings;
 use warmroute_core::worker::{ModelName, Worker};
 use warmroute_settings::{
     ConfigError, MAX_SETTINGS_FILE, Problem, SettingsDocument, escape_references,
-    read_regular_file, resolve_paths, settings_schema,
+    read_regular_file, settings_schema,
 };
 
 use crate::cluster::replica::config::ReplicasConfig;
@@ -63,6 +63,9 @@ pub use requests::RequestsSection;
 pub use routing::{HealthConfig, RoutingSection};
 pub use tracking::{TrackingFamily, TrackingHashConfig};
 pub use workers::WorkersSection;
+
+/// Name of a configuration of flags alone in errors.
+pub const COMMAND_LINE: &str = "the command line";
 
 /// Configuration of one process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -129,13 +132,15 @@ impl Config {
 
     /// Like [`Self::load`], with command-line flags that override the file.
     pub fn load_with(path: &Path, flags: &ServeFlags) -> Result<Self, Vec<ConfigError>> {
-        let bytes = read_regular_file(path, MAX_SETTINGS_FILE).map_err(|error| {
-            vec![ConfigError::of_file(
-                path,
-                format!("the file cannot be read: {error}"),
-            )]
-        })?;
-        Self::parse_all(path, &bytes, flags)
+        Self::parse_all(path, &Self::read_file(path)?, flags)
+    }
+
+    /// Reads a configuration file.
+    pub fn read_file(path: &Path) -> Result<Vec<u8>, Vec<ConfigError>> {
+        read_regular_file(path, MAX_SETTINGS_FILE).map_err(|error| {
+            let text = format!("the file cannot be read: {error}");
+            vec![ConfigError::of_file(path, text)]
+        })
     }
 
     /// Parses and checks the text of a configuration file and its workers file.
@@ -153,11 +158,7 @@ impl Config {
 
     /// Builds a configuration from flags alone, without a file.
     pub fn of_flags(flags: &ServeFlags) -> Result<Self, Vec<ConfigError>> {
-        Self::parse_with(
-            Path::new("the command line"),
-            flags.without_file().to_string().as_bytes(),
-            flags,
-        )
+        Self::parse_with(Path::new(COMMAND_LINE), &flags.without_file(), flags)
     }
 
     /// Parses and checks the text of a configuration file. Relative paths are resolved against the
@@ -169,24 +170,13 @@ impl Config {
     fn parse_with(path: &Path, bytes: &[u8], flags: &ServeFlags) -> Result<Self, Vec<ConfigError>> {
         let document = SettingsDocument::parse(path, bytes)?;
         let mut config: Self = document.read()?;
-        // Without a working directory, relative paths stay relative, and the checks below report
-        // their files as missing.
-        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        let directory = absolute.parent().unwrap_or(Path::new(""));
-        let models = config.models.iter();
-        let repositories: Vec<_> = models
-            .map(|model| model.hub_repository(directory))
-            .collect();
-        config.resolve(directory);
-        flags.override_config(&mut config);
-        // Reloads and status pages write the configuration as JSON.
-        if serde_json::to_value(&config).is_err() {
-            let problem = "a path in the configuration is not valid UTF-8; relative paths begin in \
-                the directory of this file, so rename that directory, or write absolute paths";
-            return Err(vec![ConfigError::of_file(path, problem)]);
+        let served = config.served_models();
+        for worker in config.workers.list.iter_mut().flatten() {
+            worker.fill_defaults(&served);
         }
+        flags.override_config(&mut config);
         let mut problems = check::problems(&config);
-        model::add_download_hints(&mut problems, &repositories);
+        model::add_download_hints(&mut problems, &config.models, &document.directory());
         if problems.is_empty() {
             Ok(config)
         } else {
@@ -195,18 +185,7 @@ impl Config {
     }
 
     /// Adds file and line to problems that were found in a loaded configuration.
-    pub fn locate(path: &Path, problems: Vec<Problem>) -> Vec<ConfigError> {
-        match read_regular_file(path, MAX_SETTINGS_FILE) {
-            Ok(bytes) => Self::locate_in(path, &bytes, problems),
-            Err(error) => {
-                let text = format!("the file cannot be read: {error}");
-                vec![ConfigError::of_file(path, text)]
-            }
-        }
-    }
-
-    /// Like [`Self::locate`], for the text of the file.
-    pub fn locate_in(path: &Path, bytes: &[u8], problems: Vec<Problem>) -> Vec<ConfigError> {
+    pub fn locate(path: &Path, bytes: &[u8], problems: Vec<Problem>) -> Vec<ConfigError> {
         SettingsDocument::parse(path, bytes)
             .map_or_else(|errors| errors, |document| document.locate(problems))
     }
@@ -338,45 +317,10 @@ impl Config {
             .collect()
     }
 
-    fn resolve(&mut self, directory: &Path) {
-        for model in &mut self.models {
-            model.resolve(directory);
-        }
-        resolve_paths(directory, &mut self.workers.file);
-        if let Some(envoy) = &mut self.envoy {
-            envoy.resolve(directory);
-        }
-        if let Some(kubernetes) = &mut self.workers.kubernetes {
-            resolve_paths(directory, &mut kubernetes.kubeconfig);
-        }
-        if let Some(replicas) = &mut self.replicas {
-            replicas.resolve(directory);
-        }
-        if let Some(warm_start) = &mut self.index.warm_start {
-            warm_start.resolve(directory);
-        }
-        if let Some(remote) = &mut self.index.remote {
-            remote.resolve(directory);
-        }
-        self.listeners.ext_proc.resolve(directory);
-        self.listeners.admin.resolve_paths(directory);
-        self.engines.http.resolve(directory);
-        if let Some(tls) = self.listeners.api.as_mut().and_then(|api| api.tls.as_mut()) {
-            tls.resolve(directory);
-        }
-        self.routing.block_hash.resolve(directory);
-        let served = self.served_models();
-        for worker in self.workers.list.iter_mut().flatten() {
-            worker.fill_defaults(&served);
-        }
-    }
-
     fn check_workers_file(&self, file: &Path) -> Result<(), Vec<ConfigError>> {
         let bytes = read_regular_file(file, MAX_SETTINGS_FILE).map_err(|error| {
-            vec![ConfigError::of_file(
-                file,
-                format!("the workers file cannot be read: {error}"),
-            )]
+            let text = format!("the workers file cannot be read: {error}");
+            vec![ConfigError::of_file(file, text)]
         })?;
         discovery::parse(file, &bytes, &self.served_models()).map(drop)
     }

@@ -88,13 +88,6 @@ impl fmt::Display for ConfigError {
     }
 }
 
-/// Makes relative paths absolute. They are relative to `directory`.
-pub fn resolve_paths<'p>(directory: &Path, paths: impl IntoIterator<Item = &'p mut PathBuf>) {
-    for path in paths {
-        *path = directory.join(&*path);
-    }
-}
-
 /// Serializes a path as text, in which invalid UTF-8 is replaced.
 pub fn serialize_path<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(&path.display())
@@ -138,8 +131,8 @@ pub struct SettingsDocument {
 }
 
 impl SettingsDocument {
-    /// Parses the bytes of a file. `${NAME}` in a text stands for an environment variable. `path`
-    /// is used only in errors.
+    /// Parses the bytes of the file at `path`. `${NAME}` in a text stands for an environment
+    /// variable.
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, Vec<ConfigError>> {
         Self::parse_with(path, bytes, &variables::read)
     }
@@ -180,7 +173,16 @@ impl SettingsDocument {
         &self.tree
     }
 
-    /// Deserializes the content. Returns all deserialization errors in the order of the file.
+    /// Returns the directory of the file. Without a working directory, a relative one stays
+    /// relative, and checks report its files as missing.
+    pub fn directory(&self) -> PathBuf {
+        let mut path = std::path::absolute(&self.path).unwrap_or_else(|_| self.path.clone());
+        path.pop();
+        path
+    }
+
+    /// Deserializes the content, and makes paths absolute. Returns all deserialization errors in
+    /// the order of the file.
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, Vec<ConfigError>> {
         if self.tree.value == YamlValue::Null {
             let text = "the file is empty; `warmroute config init` writes a first configuration";
@@ -190,7 +192,8 @@ impl SettingsDocument {
             let text = "this is a Kubernetes manifest, not a settings file; pass the text inside its `data`";
             return Err(vec![ConfigError::at(&self.path, position, text)]);
         }
-        reader::read(&self.tree, &self.text, &self.unresolved).map_err(|errors| {
+        let directory = self.directory();
+        reader::read(&self.tree, &self.text, &directory, &self.unresolved).map_err(|errors| {
             self.in_order(
                 errors
                     .into_iter()

@@ -3,6 +3,7 @@
 //! until a pass succeeds. A key that is missing only because it was skipped is not reported.
 
 use std::collections::HashSet;
+use std::path::Path;
 
 use serde::de::value::{MapDeserializer, SeqDeserializer};
 use serde::de::{self, DeserializeOwned, Deserializer, IntoDeserializer, Unexpected, Visitor};
@@ -16,14 +17,22 @@ use super::{SourcePosition, YamlNode, YamlValue};
 /// Maximum number of reported errors. Each one costs a pass over the tree.
 const MAX_ERRORS: usize = 100;
 
+/// Text by which serde describes that it expects a path.
+const PATH_EXPECTATION: &str = "path string";
+
+/// Error for a path that cannot be text.
+const NOT_UTF8: &str = "it is relative to the directory of this file, whose path is not valid UTF-8; \
+    rename that directory, or write an absolute path";
+
 /// Path from the root to a value, as indices of map entries and list elements.
 pub(super) type ValuePath = Vec<usize>;
 
 /// Deserializes the tree, or returns every error with its position. `text` is the source of the
-/// tree.
+/// tree, and relative paths begin in `directory`.
 pub(super) fn read<T: DeserializeOwned>(
     tree: &YamlNode,
     text: &str,
+    directory: &Path,
     unresolved: &[UnresolvedText],
 ) -> Result<T, Vec<(SourcePosition, String)>> {
     let mut removed = RemovedValues::default();
@@ -34,7 +43,7 @@ pub(super) fn read<T: DeserializeOwned>(
     }
     let mut listed_maps = HashSet::new();
     loop {
-        let error = match T::deserialize(ValueReader::of_root(tree, text, &removed)) {
+        let error = match T::deserialize(ValueReader::of_root(tree, text, directory, &removed)) {
             Ok(value) if errors.is_empty() => return Ok(value),
             Ok(_) => return Err(errors),
             Err(error) => error,
@@ -50,7 +59,7 @@ pub(super) fn read<T: DeserializeOwned>(
                 Some(written) if error.concerns_value() => {
                     let mut removed = removed.clone();
                     removed.as_written.insert(error.path.clone());
-                    let reader = ValueReader::of_root(tree, text, &removed);
+                    let reader = ValueReader::of_root(tree, text, directory, &removed);
                     describe_variable(T::deserialize(reader).err(), &error, written)
                 }
                 _ => error.message(lists_keys),
@@ -153,16 +162,24 @@ struct ValueReader<'a> {
     removed: &'a RemovedValues,
     /// Source of the whole tree.
     text: &'a str,
+    /// Directory in which relative paths begin.
+    directory: &'a Path,
 }
 
 impl<'a> ValueReader<'a> {
-    fn of_root(tree: &'a YamlNode, text: &'a str, removed: &'a RemovedValues) -> Self {
+    fn of_root(
+        tree: &'a YamlNode,
+        text: &'a str,
+        directory: &'a Path,
+        removed: &'a RemovedValues,
+    ) -> Self {
         Self {
             tree,
             path: ValuePath::new(),
             name: String::new(),
             removed,
             text,
+            directory,
         }
     }
 
@@ -189,6 +206,7 @@ impl<'a> ValueReader<'a> {
             name,
             removed: self.removed,
             text: self.text,
+            directory: self.directory,
         }
     }
 
@@ -393,6 +411,21 @@ impl<'de> Deserializer<'de> for ValueReader<'_> {
         result.map_err(|error| self.locate(error))
     }
 
+    /// Makes a relative path absolute. Serde reads a path as a text.
+    fn deserialize_string<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, SettingsError> {
+        let expectation = (&visitor as &dyn de::Expected).to_string();
+        match &self.tree.value {
+            YamlValue::Text(text) if expectation == PATH_EXPECTATION => {
+                let path = self.directory.join(text);
+                // Reloads and status pages write the configuration as JSON.
+                let text = path.to_str().ok_or_else(|| de::Error::custom(NOT_UTF8));
+                text.and_then(|text| visitor.visit_str(text))
+                    .map_err(|error| self.locate(error))
+            }
+            _ => self.deserialize_any(visitor),
+        }
+    }
+
     fn deserialize_bool<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, SettingsError> {
         match self.substituted().map(str::parse) {
             Some(Ok(value)) => visitor
@@ -408,7 +441,7 @@ impl<'de> Deserializer<'de> for ValueReader<'_> {
     }
 
     forward_to_deserialize_any! {
-        i128 u128 char str string bytes byte_buf unit unit_struct seq tuple tuple_struct map identifier ignored_any
+        i128 u128 char str bytes byte_buf unit unit_struct seq tuple tuple_struct map identifier ignored_any
     }
 }
 

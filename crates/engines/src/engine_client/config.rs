@@ -68,16 +68,6 @@ impl EnginesConfig {
         }
     }
 
-    /// Resolves file names relative to the directory of the configuration file.
-    pub fn resolve(&mut self, directory: &Path) {
-        for file in [&mut self.token_file, &mut self.ca_file]
-            .into_iter()
-            .flatten()
-        {
-            *file = directory.join(&*file);
-        }
-    }
-
     /// Returns semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();

@@ -1,12 +1,12 @@
 //! TLS configuration of a listener.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::certificate::{CertificateMaterial, CertificateSource};
-use warmroute_settings::{Problem, describe_missing_file, resolve_paths};
+use warmroute_settings::{Problem, describe_missing_file};
 
 /// File names in a certificate directory, as in a Kubernetes TLS secret.
 const CERT_DIR_FILES: (&str, &str) = ("tls.crt", "tls.key");
@@ -32,17 +32,6 @@ impl TlsConfig {
     /// Returns whether clients must present a certificate.
     pub fn is_mutual(&self) -> bool {
         self.client_ca.is_some()
-    }
-
-    /// Resolves relative paths against the directory of the configuration file.
-    pub fn resolve(&mut self, directory: &Path) {
-        let files = [
-            &mut self.cert,
-            &mut self.key,
-            &mut self.cert_dir,
-            &mut self.client_ca,
-        ];
-        resolve_paths(directory, files.into_iter().flatten());
     }
 
     /// Returns semantic errors. Reads the files.
@@ -170,23 +159,5 @@ mod tests {
                 ),
             }
         }
-    }
-
-    #[test]
-    fn relative_paths_start_at_configuration_directory() {
-        let mut config = TlsConfig {
-            cert: Some("tls/c.pem".into()),
-            key: Some("/k.pem".into()),
-            cert_dir: Some("dir".into()),
-            self_signed: false,
-            client_ca: Some("ca.pem".into()),
-        };
-        config.resolve(Path::new("/etc/w"));
-        let files =
-            [config.cert, config.key, config.cert_dir, config.client_ca].map(Option::unwrap);
-        assert_eq!(
-            files,
-            ["/etc/w/tls/c.pem", "/k.pem", "/etc/w/dir", "/etc/w/ca.pem"].map(PathBuf::from)
-        );
     }
 }

@@ -1,12 +1,12 @@
 //! Settings of the admin HTTP server.
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_runtime::tls::TlsConfig;
-use warmroute_settings::{ADDRESS_PATTERN, Problem, all_within, resolve_paths};
+use warmroute_settings::{ADDRESS_PATTERN, Problem, all_within};
 
 use super::token::AdminToken;
 
@@ -39,14 +39,6 @@ impl Default for AdminConfig {
 }
 
 impl AdminConfig {
-    /// Resolves relative file paths against the directory of the configuration.
-    pub fn resolve_paths(&mut self, directory: &Path) {
-        if let Some(tls) = &mut self.tls {
-            tls.resolve(directory);
-        }
-        resolve_paths(directory, &mut self.token_file);
-    }
-
     /// Returns the semantic errors of the configuration. Reads the configured files.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();

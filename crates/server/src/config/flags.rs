@@ -6,8 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::Args;
-use clap::builder::{PathBufValueParser, TypedValueParser};
-use serde_json::{Value, json};
+use serde_json::json;
 use warmroute_runtime::tls::TlsConfig;
 use warmroute_settings::DurationSetting;
 
@@ -36,7 +35,7 @@ pub struct ServeFlags {
     pub secure_serving: Option<bool>,
     /// Directory with the certificate of ext_proc: tls.crt and tls.key
     // A relative path is relative to the working directory, not to the configuration file.
-    #[arg(long = "cert-path", value_name = "DIR", value_parser = PathBufValueParser::new().try_map(std::path::absolute))]
+    #[arg(long = "cert-path", value_name = "DIR", value_parser = |path: &str| std::path::absolute(path))]
     pub cert_dir: Option<PathBuf>,
     /// Time to continue serving after the stop signal; overrides `process.drain.grace_period`
     #[arg(long = "drain-timeout", value_name = "TIME")]
@@ -53,11 +52,11 @@ pub struct ServeFlags {
 }
 
 impl ServeFlags {
-    /// Returns the configuration for a process without a file. It matches the endpoint picker of
+    /// Returns the text of the configuration for a process without a file. It matches the endpoint picker of
     /// the conformance tests, which receives only flags: the same ports, TLS and headers. Without a
     /// tokenizer, routing is load-only.
-    pub(super) fn without_file(&self) -> Value {
-        json!({
+    pub fn without_file(&self) -> Vec<u8> {
+        let config = json!({
             "listeners": {"ext_proc": {
                 "address": "0.0.0.0:9002",
                 "health_address": "0.0.0.0:9003",
@@ -76,7 +75,8 @@ impl ServeFlags {
             },
             // The process is ready as soon as the pool is known, even if it is empty.
             "process": {"readiness": {"min_workers": 0}},
-        })
+        });
+        config.to_string().into_bytes()
     }
 
     /// Applies the flags to a configuration.

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{BlockSize, ModelName};
 use warmroute_engines::kv_events::MediaTokens;
-use warmroute_settings::{PathStep, Problem, all_within, describe_missing_file, resolve_paths};
+use warmroute_settings::{PathStep, Problem, all_within, describe_missing_file};
 use warmroute_tokens::prompt::{
     ContentFormatOption, EngineKind, MediaConfig, RenderOptions, TransformersVersion,
 };
@@ -119,9 +119,9 @@ fn default_block_size() -> BlockSize {
 
 impl ModelConfig {
     /// Returns the repository of Hugging Face that the key `tokenizer` may name instead of a file:
-    /// OWNER/NAME. To be called before paths are resolved against `directory`.
-    pub(super) fn hub_repository(&self, directory: &Path) -> Option<String> {
-        let path = self.tokenizer.as_deref()?;
+    /// OWNER/NAME. Relative paths begin in `directory`.
+    fn hub_repository(&self, directory: &Path) -> Option<String> {
+        let path = self.tokenizer.as_deref()?.strip_prefix(directory).ok()?;
         let is_file = path
             .extension()
             .is_some_and(|kind| FILE_KINDS.iter().any(|known| kind == *known));
@@ -133,22 +133,6 @@ impl ModelConfig {
                 Some(format!("{}/{}", owner.to_str()?, name.to_str()?))
             }
             _ => None,
-        }
-    }
-
-    /// Resolves relative paths against `directory`.
-    pub(super) fn resolve(&mut self, directory: &Path) {
-        let files = [
-            self.tokenizer.as_mut(),
-            self.tokenizer_config.as_mut(),
-            self.chat_template.as_mut(),
-        ];
-        resolve_paths(directory, files.into_iter().flatten());
-        if let Some(media) = &mut self.multimodal {
-            media.resolve(directory);
-        }
-        if let Some(tokens) = &mut self.remote_tokenizer {
-            tokens.resolve(directory);
         }
     }
 
@@ -270,17 +254,21 @@ impl ModelConfig {
 }
 
 /// Adds to the problem of a missing tokenizer how to download a model of Hugging Face.
-/// `repositories` has the repository that each tokenizer may name.
-pub(super) fn add_download_hints(problems: &mut [Problem], repositories: &[Option<String>]) {
+pub(super) fn add_download_hints(
+    problems: &mut [Problem],
+    models: &[ModelConfig],
+    directory: &Path,
+) {
     for problem in problems {
         if let [
-            PathStep::Key(models),
+            PathStep::Key(section),
             PathStep::At(index),
             PathStep::Key(key),
         ] = &problem.path[..]
-            && models == "models"
+            && section == "models"
             && key == "tokenizer"
-            && let Some(Some(repository)) = repositories.get(*index)
+            && let Some(model) = models.get(*index)
+            && let Some(repository) = model.hub_repository(directory)
             && let Some((_, name)) = repository.split_once('/')
         {
             problem.text.push_str(&format!(

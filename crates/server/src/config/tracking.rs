@@ -2,13 +2,11 @@
 //! reveal nothing about prompts without the key. The key is in a separate file, so that the
 //! configuration can be shown.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use warmroute_settings::{
-    MAX_SECRET_FILE, Problem, describe_missing_file, read_regular_file, resolve_paths,
-};
+use warmroute_settings::{MAX_SECRET_FILE, Problem, describe_missing_file, read_regular_file};
 
 use crate::tracking_hash::{TrackingHash, TrackingKey};
 
@@ -37,10 +35,6 @@ pub struct TrackingHashConfig {
 }
 
 impl TrackingHashConfig {
-    pub(super) fn resolve(&mut self, directory: &Path) {
-        resolve_paths(directory, &mut self.key_file);
-    }
-
     /// Returns the configured hash. Reads the key from its file, if there is one.
     pub fn load(&self) -> Result<TrackingHash, Problem> {
         if self.algorithm == TrackingFamily::Public {
@@ -101,12 +95,11 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let keyed = |bytes: usize| {
             std::fs::write(directory.path().join("key"), vec![7; bytes]).unwrap();
-            let mut config = TrackingHashConfig {
+            let config = TrackingHashConfig {
                 algorithm: TrackingFamily::Keyed,
-                key_file: Some("key".into()),
+                key_file: Some(directory.path().join("key")),
                 key_id: Some("k1".into()),
             };
-            config.resolve(directory.path());
             config.load()
         };
         assert_eq!(

@@ -14,9 +14,7 @@ pub use gateway::{
 };
 
 use warmroute_runtime::tls::{ConnectionLimits, ListenerExposure, ListenerLimits, TlsConfig};
-use warmroute_settings::{
-    ADDRESS_PATTERN, ByteSize, DurationSetting, Problem, all_within, resolve_paths,
-};
+use warmroute_settings::{ADDRESS_PATTERN, ByteSize, DurationSetting, Problem, all_within};
 
 /// Maximum length of a unix socket path. Linux allows 107 bytes, and the socket is bound with the
 /// suffix `.new` before it is renamed.
@@ -115,14 +113,6 @@ impl ListenConfig {
             problems.extend(exposure.problem());
         }
         problems
-    }
-
-    /// Makes file names absolute.
-    pub fn resolve(&mut self, directory: &Path) {
-        resolve_paths(directory, &mut self.unix_socket);
-        if let Some(tls) = &mut self.tls {
-            tls.resolve(directory);
-        }
     }
 }
 

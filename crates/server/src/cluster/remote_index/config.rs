@@ -1,13 +1,13 @@
 //! Configuration of the remote index client (section `index.remote:`).
 
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_runtime::tls::ClientFiles;
-use warmroute_settings::{DurationSetting, PathStep, Problem, resolve_paths};
+use warmroute_settings::{DurationSetting, PathStep, Problem};
 
 /// The section `index.remote:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -44,12 +44,6 @@ impl RemoteIndexConfig {
             cert_file: None,
             key_file: None,
         }
-    }
-
-    /// Resolves file names relative to the directory of the configuration file.
-    pub fn resolve(&mut self, directory: &Path) {
-        let files = [&mut self.ca_file, &mut self.cert_file, &mut self.key_file];
-        resolve_paths(directory, files.into_iter().flatten());
     }
 
     /// Returns the semantic errors of the configuration.

@@ -1,11 +1,11 @@
 //! Configuration of replica sync.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{DurationSetting, Problem, all_within, has_credentials, resolve_paths};
+use warmroute_settings::{DurationSetting, Problem, all_within, has_credentials};
 
 /// The section `replicas:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -63,12 +63,6 @@ fn sync_timeout() -> DurationSetting {
 }
 
 impl ReplicasConfig {
-    /// Resolves file names relative to the directory of the configuration file.
-    pub fn resolve(&mut self, directory: &Path) {
-        let files = self.nats.files().into_iter();
-        resolve_paths(directory, files.filter_map(|(_, file)| file.as_mut()));
-    }
-
     /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems: Vec<Problem> = all_within("nats", self.nats.problems()).collect();
@@ -91,7 +85,7 @@ impl ReplicasConfig {
 }
 
 impl NatsConfig {
-    fn files(&mut self) -> [(&'static str, &mut Option<PathBuf>); 6] {
+    fn files(&self) -> [(&'static str, &Option<PathBuf>); 6] {
         let Self {
             credentials_file,
             token_file,
@@ -130,7 +124,7 @@ impl NatsConfig {
                 problems.push(Problem::at(["servers".into(), index.into()], text));
             }
         }
-        for (key, file) in self.clone().files() {
+        for (key, file) in self.files() {
             if let Some(file) = file.as_ref().filter(|file| !file.is_file()) {
                 problems.push(Problem::of(
                     key,

@@ -1,6 +1,6 @@
 //! Configuration of the warm start.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use schemars::JsonSchema;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tonic::transport::Endpoint;
 
 use warmroute_runtime::tls::ClientFiles;
-use warmroute_settings::{DurationSetting, Problem, resolve_paths};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// The section `index.warm_start:`: initial index and learned latency at startup. The index
 /// includes blocks that engines no longer replay. Both are copied from another ready replica, or
@@ -65,17 +65,6 @@ fn timeout() -> DurationSetting {
 }
 
 impl WarmStartConfig {
-    /// Resolves file names relative to the directory of the configuration file.
-    pub fn resolve(&mut self, directory: &Path) {
-        let files = [
-            &mut self.ca_file,
-            &mut self.cert_file,
-            &mut self.key_file,
-            &mut self.snapshot_file,
-        ];
-        resolve_paths(directory, files.into_iter().flatten());
-    }
-
     /// Returns the semantic errors of the configuration. `sources_timeout` is the startup timeout
     /// of the event sources.
     pub fn problems(&self, sources_timeout: Duration) -> Vec<Problem> {

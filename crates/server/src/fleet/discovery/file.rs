@@ -2,7 +2,7 @@
 //! read again at the next change.
 
 use std::convert::Infallible;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::{io, slice};
 
@@ -25,58 +25,41 @@ pub struct WorkersFile {
     pub timing: FileWatchTiming,
 }
 
-/// Result of reading the workers file.
-#[derive(Debug, PartialEq)]
-pub enum WorkersFileUpdate {
-    /// The fleet has changed.
-    Applied(Vec<Worker>),
-    /// The file lists the current fleet.
-    Unchanged {
-        /// True if the previous read was unusable.
-        recovered: bool,
-    },
-    /// The file is unusable; the current fleet stays in use.
-    Invalid {
-        /// Errors in the file.
-        errors: Vec<ConfigError>,
-        /// True if the errors differ from those of the previous read.
-        is_new: bool,
-    },
-}
-
 /// State of a workers file. Compares each read with the previous one, without I/O.
 pub struct WorkersFileState {
     path: PathBuf,
     models: Vec<WorkerModel>,
-    current: Option<Vec<Worker>>,
-    /// Content of the last successful read. Unchanged valid content is not parsed again, because
-    /// parsing a large file is expensive.
-    content: Vec<u8>,
+    metrics: Arc<Metrics>,
+    /// Content of the last read that could be parsed. It is not parsed again, because parsing a
+    /// large file is expensive.
+    content: Option<Vec<u8>>,
+    /// Errors of the last read.
     errors: Vec<ConfigError>,
 }
 
 impl WorkersFileState {
     /// Creates the state before the first read.
-    pub fn new(path: PathBuf, models: Vec<WorkerModel>) -> Self {
+    pub fn new(path: PathBuf, models: Vec<WorkerModel>, metrics: Arc<Metrics>) -> Self {
         Self {
             path,
             models,
-            current: None,
-            content: Vec::new(),
+            metrics,
+            content: None,
             errors: Vec::new(),
         }
     }
 
-    /// Applies the result of a read.
-    pub fn apply(&mut self, bytes: io::Result<Vec<u8>>) -> WorkersFileUpdate {
-        let was_valid = self.current.is_some() && self.errors.is_empty();
+    /// Applies the result of a read. Returns the fleet if the file has changed and is valid.
+    pub fn apply(&mut self, bytes: io::Result<Vec<u8>>) -> Option<Vec<Worker>> {
+        let path = self.path.display();
         let parsed = match bytes {
-            Ok(bytes) if was_valid && bytes == self.content => {
-                return WorkersFileUpdate::Unchanged { recovered: false };
+            Ok(bytes) if self.content.as_ref() == Some(&bytes) && self.errors.is_empty() => {
+                self.count_read("unchanged");
+                return None;
             }
             Ok(bytes) => {
                 let parsed = super::parse(&self.path, &bytes, &self.models);
-                self.content = bytes;
+                self.content = Some(bytes);
                 parsed
             }
             Err(error) => Err(vec![ConfigError::of_file(
@@ -86,19 +69,27 @@ impl WorkersFileState {
         };
         match parsed {
             Ok(workers) => {
-                let recovered = !std::mem::take(&mut self.errors).is_empty();
-                if self.current.as_ref() == Some(&workers) {
-                    return WorkersFileUpdate::Unchanged { recovered };
-                }
-                self.current = Some(workers.clone());
-                WorkersFileUpdate::Applied(workers)
+                tracing::info!(%path, workers = workers.len(), "workers file applied");
+                self.errors.clear();
+                self.count_read("applied");
+                Some(workers)
             }
             Err(errors) => {
-                let is_new = self.errors != errors;
-                self.errors.clone_from(&errors);
-                WorkersFileUpdate::Invalid { errors, is_new }
+                for error in errors.iter().filter(|_| self.errors != errors) {
+                    tracing::warn!(%error, "workers file rejected; the current fleet stays in use");
+                }
+                self.errors = errors;
+                self.count_read("invalid");
+                None
             }
         }
+    }
+
+    fn count_read(&self, outcome: &'static str) {
+        let metrics = &self.metrics.workers;
+        let is_valid = i64::from(self.errors.is_empty());
+        metrics.file_last_reload_successful.set(is_valid);
+        count_outcome(&metrics.file_reloads, outcome);
     }
 }
 
@@ -111,42 +102,13 @@ pub async fn watch(
 ) -> Infallible {
     // The watcher starts before the first read, so that no change is missed.
     let watcher = FileWatcher::new(slice::from_ref(&file.path));
-    let mut state = WorkersFileState::new(file.path.clone(), file.models);
+    let mut state = WorkersFileState::new(file.path.clone(), file.models, metrics);
     loop {
-        let update = state.apply(files::read(&file.path, MAX_SETTINGS_FILE).await);
-        report_update(&file.path, &update, &metrics);
-        if let WorkersFileUpdate::Applied(workers) = update {
+        if let Some(workers) = state.apply(files::read(&file.path, MAX_SETTINGS_FILE).await) {
             on_fleet(workers);
         }
         watcher.changed(file.timing).await;
     }
-}
-
-fn report_update(path: &Path, update: &WorkersFileUpdate, metrics: &Metrics) {
-    let path = path.display();
-    let outcome = match update {
-        WorkersFileUpdate::Applied(workers) => {
-            tracing::info!(%path, workers = workers.len(), "workers file applied");
-            "applied"
-        }
-        WorkersFileUpdate::Unchanged { recovered } => {
-            if *recovered {
-                tracing::info!(%path, "workers file valid again; the fleet has not changed");
-            }
-            "unchanged"
-        }
-        WorkersFileUpdate::Invalid { errors, is_new } => {
-            for error in errors.iter().filter(|_| *is_new) {
-                tracing::warn!(%error, "workers file rejected; the current fleet stays in use");
-            }
-            "invalid"
-        }
-    };
-    metrics
-        .workers
-        .file_last_reload_successful
-        .set(i64::from(outcome != "invalid"));
-    count_outcome(&metrics.workers.file_reloads, outcome);
 }
 
 #[cfg(test)]

@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::worker::{ModelName, Worker, WorkerRole};
 use warmroute_runtime::tls::{ListenerExposure, TlsConfig};
-use warmroute_settings::{ADDRESS_PATTERN, Problem, all_within, resolve_paths};
+use warmroute_settings::{ADDRESS_PATTERN, Problem, all_within};
 
 /// The `envoy:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -85,14 +85,6 @@ impl EnvoyConfig {
         };
         let additional = self.xds.iter().flat_map(|xds| xds.clusters.iter().cloned());
         std::iter::once(all).chain(additional).collect()
-    }
-
-    /// Resolves relative paths against the directory of the configuration file.
-    pub fn resolve(&mut self, directory: &Path) {
-        resolve_paths(directory, &mut self.endpoints_file);
-        if let Some(tls) = self.xds.as_mut().and_then(|xds| xds.tls.as_mut()) {
-            tls.resolve(directory);
-        }
     }
 
     /// Returns semantic errors. `models` are the configured models.

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_engines::engine_client::EngineUrl;
-use warmroute_settings::{DurationSetting, Problem, resolve_paths};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// The `models[].remote_tokenizer:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -65,11 +65,6 @@ impl Default for EngineTokensConfig {
 }
 
 impl EngineTokensConfig {
-    /// Resolves file names relative to the directory of the configuration.
-    pub fn resolve(&mut self, directory: &Path) {
-        resolve_paths(directory, &mut self.token_file);
-    }
-
     /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();

@@ -61,14 +61,6 @@ pub struct MediaItemRule {
 }
 
 impl MediaConfig {
-    /// Makes relative file names absolute.
-    pub fn resolve(&mut self, directory: &Path) {
-        let images = self.image.iter_mut();
-        for file in images.filter_map(|image| image.preprocessor_config.as_mut()) {
-            *file = directory.join(&*file);
-        }
-    }
-
     /// Returns the files that the configuration names.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         let images = self.image.iter();

@@ -1,4 +1,5 @@
 use warmroute_core::worker::{BlockSize, WorkerId};
+use warmroute_metrics::OutcomeLabel;
 
 use super::*;
 
@@ -10,7 +11,7 @@ fn state() -> WorkersFileState {
         block_size: BlockSize::new(16).unwrap(),
         uses_bootstrap: false,
     };
-    WorkersFileState::new(PATH.into(), vec![model])
+    WorkersFileState::new(PATH.into(), vec![model], Arc::new(Metrics::new()))
 }
 
 fn text(text: &str) -> io::Result<Vec<u8>> {
@@ -20,52 +21,27 @@ fn text(text: &str) -> io::Result<Vec<u8>> {
 const ONE: &str = "- {id: 1, endpoint: 10.0.0.1:80}";
 
 #[test]
-fn equivalent_list_is_unchanged() {
+fn unusable_file_changes_nothing() {
     let mut state = state();
-    let WorkersFileUpdate::Applied(workers) = state.apply(text(ONE)) else {
-        panic!()
-    };
+    let workers = state.apply(text(ONE)).unwrap();
     assert_eq!(workers[0].id, WorkerId(1));
-    let equivalent = "# a comment\n- endpoint: '10.0.0.1:80'\n  id: 1\n  model: m\n";
-    assert_eq!(
-        state.apply(text(equivalent)),
-        WorkersFileUpdate::Unchanged { recovered: false }
-    );
-}
-
-#[test]
-fn unusable_file_is_reported_once_and_fleet_stays() {
-    let mut state = state();
-    state.apply(text(ONE));
-    let missing = || Err(io::Error::from(io::ErrorKind::NotFound));
-    let is_new = |update| match update {
-        WorkersFileUpdate::Invalid { is_new, .. } => is_new,
-        other => panic!("{other:?}"),
-    };
-    assert!(is_new(state.apply(text("- id: 1\n"))));
-    assert!(!is_new(state.apply(text("- id: 1\n"))));
-    assert!(is_new(state.apply(missing())));
-    assert!(!is_new(state.apply(missing())));
-    assert!(is_new(state.apply(text(""))));
-    assert_eq!(
-        state.apply(text(ONE)),
-        WorkersFileUpdate::Unchanged { recovered: true }
-    );
-    assert_eq!(
-        state.apply(text(ONE)),
-        WorkersFileUpdate::Unchanged { recovered: false }
-    );
+    assert_eq!(state.apply(text(ONE)), None);
+    let missing = Err(io::Error::from(io::ErrorKind::NotFound));
+    for unusable in [text("- id: 1\n"), missing, text("")] {
+        assert_eq!(state.apply(unusable), None);
+        assert!(!state.errors.is_empty());
+    }
+    assert_eq!(state.apply(text(ONE)), Some(workers));
+    let counts = ["applied", "unchanged", "invalid"].map(|outcome| {
+        let reads = &state.metrics.workers.file_reloads;
+        reads.get_or_create(&OutcomeLabel { outcome }).get()
+    });
+    assert_eq!(counts, [2, 1, 3]);
 }
 
 #[test]
 fn empty_fleet_must_be_explicit() {
     let mut state = state();
-    assert!(matches!(
-        state.apply(text("\n# nothing\n")),
-        WorkersFileUpdate::Invalid { .. }
-    ));
-    assert_eq!(
-        state.apply(text("[]")),
-        WorkersFileUpdate::Applied(Vec::new())
-    );
+    assert_eq!(state.apply(text("\n# nothing\n")), None);
+    assert_eq!(state.apply(text("[]")), Some(Vec::new()));
 }
