@@ -7,19 +7,14 @@ mod canary_headers;
 mod check;
 mod engines;
 mod flags;
-mod freshness;
 mod index;
-mod listeners;
 mod model;
-mod overload;
 mod policy;
 mod predict;
 mod process;
 mod reload;
-mod requests;
 mod routing;
 mod tracking;
-mod workers;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -32,13 +27,16 @@ use warmroute_core::policy::{DisaggregationConfig, PolicySettings};
 use warmroute_core::router::RouterSettings;
 use warmroute_core::worker::{ModelName, Worker};
 use warmroute_settings::{
-    ConfigError, MAX_SETTINGS_FILE, Problem, SettingsDocument, escape_references,
-    read_regular_file, settings_schema,
+    ConfigError, MAX_SETTINGS_FILE, Problem, SettingsDocument, all_within, escape_references,
+    header_name_problems, read_regular_file, settings_schema,
 };
+use warmroute_tokens::openai::paths::{ApiPaths, ApiPathsConfig, suffix_problems};
 
+use crate::admin::config::AdminConfig;
+use crate::api::ApiConfig;
 use crate::cluster::replica::config::ReplicasConfig;
 use crate::dispatch::queue::config::QueueConfig;
-use crate::ext_proc::config::GatewayConfig;
+use crate::ext_proc::config::{GatewayConfig, LimitsConfig, ListenConfig, ListenerLimitsConfig};
 use crate::fleet::discovery::config::WorkerConfig;
 use crate::fleet::discovery::dns::DnsConfig;
 use crate::fleet::discovery::kubernetes::{KubernetesConfig, PodsConfig};
@@ -46,23 +44,19 @@ use crate::fleet::discovery::{self, WorkerModel};
 use crate::fleet::xds::config::EnvoyConfig;
 use crate::prefill::PrefillMode;
 use crate::request::SessionsConfig;
+use crate::request::config::ClientsConfig;
 
 pub use advice::Advice;
 pub use canary_headers::CanaryHeaders;
 pub use engines::{EngineDiscoveryConfig, EngineLoadConfig, EnginesSection, KvEventsLimits};
 pub use flags::ServeFlags;
-pub use freshness::{FreshnessConfig, SilenceConfig};
-pub use index::IndexSection;
-pub use listeners::ListenersSection;
+pub use index::{FreshnessConfig, IndexSection, SilenceConfig};
 pub use model::{FirstToken, ModelConfig};
-pub use overload::OverloadConfig;
 pub use predict::{ApproximateConfig, ApproximatePolicy};
 pub use process::{LogConfig, LogFormat, LogLevel, PoolConfig, ProcessSection};
 pub use reload::ReloadedConfig;
-pub use requests::RequestsSection;
-pub use routing::{HealthConfig, RoutingSection};
+pub use routing::{HealthConfig, OverloadConfig, RoutingSection};
 pub use tracking::{TrackingFamily, TrackingHashConfig};
-pub use workers::WorkersSection;
 
 /// Name of a configuration of flags alone in errors.
 pub const COMMAND_LINE: &str = "the command line";
@@ -109,6 +103,69 @@ pub struct Config {
     /// Readiness, shutdown, reload and log of the process.
     #[serde(default)]
     pub process: ProcessSection,
+}
+
+/// The `listeners:` section.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct ListenersSection {
+    /// ext_proc gRPC server.
+    pub ext_proc: ListenConfig,
+    /// HTTP server of the metrics, health and status pages.
+    pub admin: AdminConfig,
+    /// gRPC server of the router API for callers other than Envoy. `None`: no such server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub api: Option<ApiConfig>,
+    /// Limits of each listener.
+    pub limits: ListenerLimitsConfig,
+}
+
+/// The `workers:` section. Exactly one source of workers is configured.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct WorkersSection {
+    /// File that lists the workers. It is reloaded when it changes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub file: Option<PathBuf>,
+    /// Fixed list of workers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub list: Option<Vec<WorkerConfig>>,
+    /// DNS names whose addresses are the workers.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub dns: Vec<DnsConfig>,
+    /// Pods that are the workers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kubernetes: Option<KubernetesConfig>,
+}
+
+/// The `requests:` section.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct RequestsSection {
+    /// APIs by the end of the path, which extend or override the defaults. Null: requests are
+    /// handled like those of an unknown path.
+    pub paths: ApiPathsConfig,
+    /// Headers that carry the original path, for gateways that rewrite paths. They are read in this
+    /// order if the path itself is unknown. Empty by default, because clients can set headers too.
+    pub path_headers: Vec<String>,
+    /// Routing hints that clients may give.
+    pub clients: ClientsConfig,
+    /// Limits of request processing.
+    pub limits: LimitsConfig,
+}
+
+impl RequestsSection {
+    /// Returns the mapping of request paths to APIs.
+    pub fn api_paths(&self) -> ApiPaths {
+        ApiPaths::new(&self.paths, &self.path_headers)
+    }
+
+    /// Returns the invalid path suffixes and header names.
+    pub fn path_problems(&self) -> Vec<Problem> {
+        let suffixes = all_within("paths", suffix_problems(&self.paths));
+        let headers = header_name_problems("path_headers", &self.path_headers, "x-original-path");
+        suffixes.chain(headers).collect()
+    }
 }
 
 /// Source of the fleet.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{DurationSetting, Problem, all_within, has_credentials};
+use warmroute_settings::{DurationSetting, Problem, all_within};
 
 /// The section `replicas:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -114,10 +114,7 @@ impl NatsConfig {
             ));
         }
         for (index, server) in self.servers.iter().enumerate() {
-            if has_credentials(server) {
-                let text = "the server address appears on status pages and must not contain a password; set `user` and `password_file`, or `token_file`";
-                problems.push(Problem::at(["servers".into(), index.into()], text));
-            } else if let Err(error) = server.parse::<async_nats::ServerAddr>() {
+            if let Err(error) = server.parse::<async_nats::ServerAddr>() {
                 let text = format!(
                     "`{server}` is not a server address ({error}); write for example nats://nats:4222"
                 );
