@@ -52,8 +52,8 @@ pub struct AdminState {
     pub process: ProcessStatusSource,
     /// Active configuration.
     pub config: StatusPage,
-    /// Preprocessor access for explanations.
-    pub explain: explain::ExplainContext,
+    /// Components that explain routes; unset until the tokenizers are loaded.
+    pub explain: explain::SharedExplainContext,
     /// Envoys connected to the xDS server.
     pub envoys: StatusPage,
     /// Status of the rules that the cluster defines: objectives and model rewrites.

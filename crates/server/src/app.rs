@@ -54,7 +54,7 @@ use warmroute_runtime::lifecycle::Readiness;
 use warmroute_runtime::tls::ReloadableFiles;
 use warmroute_settings::format_elapsed;
 
-use crate::admin::explain::ExplainContext;
+use crate::admin::explain::{ExplainContext, SharedExplainContext};
 use crate::api::{self, RankWriters};
 use crate::app::telemetry::LogControl;
 use crate::cluster::replica::LocalEventChannel;
@@ -65,7 +65,7 @@ use background::BackgroundTasks;
 use core_listener::CoreListener;
 use health::GrpcHealth;
 use listeners::ListenerFactory;
-use reload::ReloadCandidate;
+use reload::{ReloadCandidate, Reloader};
 use stream_limit::MaxStreams;
 use unix_socket::{SocketIdentity, SuccessorLock};
 
@@ -74,7 +74,7 @@ pub use external_discovery::{
     ExternalDiscovery, ExternalSource, ExternalWatch, NoExternalDiscovery,
 };
 pub use offline::{LoadReport, OfflineRouter, listed_workers, load_model, try_load};
-pub use reload::{ConfigFile, ReadConfig, ReloadOutcome, Reloader};
+pub use reload::ConfigFile;
 pub use servers::ProcessOrigin;
 pub use settings_poller::parse_engine_settings;
 
@@ -154,7 +154,7 @@ impl App {
         let successor_lock = Self::successor_lock(&config, &sockets).await?;
         // Health and admin pages start first, so that they show pending startup steps.
         let loading = app.readiness.begin_step(LOADING);
-        let explain = ExplainContext::new(config.requests.limits.max_body_size.bytes());
+        let explain = SharedExplainContext::default();
         app.serve_health(&sockets, &config).await?;
         let envoys = parts::xds_clients(&config, &metrics);
         let replica = app.join_replicas(&config, &dispatcher, channel)?;
@@ -176,17 +176,14 @@ impl App {
         drop(successor_lock);
         let client = app.reloader.client();
         let preprocessor = app.reloader.build_preprocessor(&config, models, &client)?;
-        router.parity().configure(preprocessor.parity_statuses());
-        explain.preprocessor.store(Some(preprocessor.clone()));
         let parts = api::ApiDependencies {
-            preprocessor: Arc::new(ArcSwap::new(preprocessor.clone())),
+            preprocessor: app.publish_models(&preprocessor, explain),
             dispatcher: dispatcher.clone(),
             writers,
             metrics: metrics.clone(),
             shutdown: app.closing.clone(),
             readiness: app.readiness.clone(),
         };
-        app.follow_models(router.clone(), explain, parts.preprocessor.clone());
         // The checks need the parity status of each model, which was created above.
         self_test::start(&mut app.background, &app.reloader);
         health_checks::start(&mut app.background, &app.reloader);
@@ -301,11 +298,6 @@ impl App {
         });
     }
 
-    /// Returns the reloader.
-    pub fn reloader(&self) -> &Arc<Reloader> {
-        &self.reloader
-    }
-
     /// Serves until `shutdown` completes, then drains. During the grace period the process is not
     /// ready but serves; then it accepts no new streams until the deadline.
     pub async fn run_until(mut self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
@@ -366,24 +358,32 @@ impl App {
         max_streams
     }
 
-    /// Registers the participant that replaces the preprocessor of the API and the admin pages.
-    fn follow_models(
+    /// Publishes the preprocessor to the parity checks and the admin pages, and again after each
+    /// reload. Returns the one of the API.
+    fn publish_models(
         &self,
-        router: Arc<Router>,
-        explain: ExplainContext,
-        api: Arc<ArcSwap<RequestPreprocessor>>,
-    ) {
-        let select = |next: &ReloadCandidate| {
-            let body_limit = next.config.requests.limits.max_body_size.bytes();
-            (next.preprocessor.clone(), body_limit)
+        preprocessor: &Arc<RequestPreprocessor>,
+        explain: SharedExplainContext,
+    ) -> Arc<ArcSwap<RequestPreprocessor>> {
+        let context = |config: &Config, preprocessor: &Arc<RequestPreprocessor>| {
+            Arc::new(ExplainContext {
+                preprocessor: preprocessor.clone(),
+                body_limit: config.requests.limits.max_body_size.bytes(),
+            })
         };
-        self.reloader
-            .follow(select, move |(preprocessor, body_limit)| {
-                router.parity().configure(preprocessor.parity_statuses());
-                explain.set_body_limit(body_limit);
-                explain.preprocessor.store(Some(preprocessor.clone()));
-                api.store(preprocessor);
-            });
+        let api = Arc::new(ArcSwap::new(preprocessor.clone()));
+        let published = api.clone();
+        let router = self.reloader.router().clone();
+        let publish = move |context: Arc<ExplainContext>| {
+            let preprocessor = context.preprocessor.clone();
+            router.parity().configure(preprocessor.parity_statuses());
+            published.store(preprocessor);
+            explain.store(Some(context));
+        };
+        publish(context(&self.reloader.running(), preprocessor));
+        let select = move |next: &ReloadCandidate| context(&next.config, &next.preprocessor);
+        self.reloader.follow(select, publish);
+        api
     }
 }
 

@@ -82,17 +82,15 @@ fn read_config(
     args: &ServeArgs,
     reload: &Arc<Notify>,
 ) -> (Result<Config, Vec<ConfigError>>, Option<ConfigFile>) {
-    let flags = args.flags.clone();
     let Some(path) = path.map(Path::to_owned) else {
-        return (Config::of_flags(&flags), None);
+        return (Config::of_flags(&args.flags), None);
     };
     // Read before the configuration is parsed, so that a later change is detected.
     let last_bytes = read_regular_file(&path, MAX_SETTINGS_FILE).ok().into();
-    let config = Config::load_with(&path, &flags);
-    let read_path = path.clone();
+    let config = Config::load_with(&path, &args.flags);
     let file = ConfigFile {
         path,
-        read: Box::new(move || Config::load_with(&read_path, &flags)),
+        flags: args.flags.clone(),
         reload_requested: reload.clone(),
         last_bytes,
     };

@@ -8,7 +8,6 @@ pub mod table;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
@@ -42,37 +41,21 @@ const MAX_CONCURRENT: usize = 2;
 /// Timeout for receiving an explain request.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Access to the preprocessor. The pages are served before the tokenizers are loaded, so it is set
-/// later.
-#[derive(Clone)]
+/// Components that explain a route.
 pub struct ExplainContext {
-    /// Preprocessor; unset until the tokenizers are loaded.
-    pub preprocessor: Arc<ArcSwapOption<RequestPreprocessor>>,
+    /// Preprocessor in use.
+    pub preprocessor: Arc<RequestPreprocessor>,
     /// Maximum body size in bytes.
-    body_limit: Arc<AtomicUsize>,
+    pub body_limit: usize,
 }
 
+/// Shared context. The pages are served before the tokenizers are loaded, so it is set later.
+pub type SharedExplainContext = Arc<ArcSwapOption<ExplainContext>>;
+
 impl ExplainContext {
-    /// Creates a context without a preprocessor.
-    pub fn new(body_limit: usize) -> Self {
-        Self {
-            preprocessor: Arc::default(),
-            body_limit: Arc::new(AtomicUsize::new(body_limit)),
-        }
-    }
-
-    /// Changes the maximum body size.
-    pub fn set_body_limit(&self, body_limit: usize) {
-        self.body_limit.store(body_limit, Ordering::Relaxed);
-    }
-
-    fn body_limit(&self) -> usize {
-        self.body_limit.load(Ordering::Relaxed)
-    }
-
     /// Returns the maximum size of an explain request in bytes.
     fn max_request_bytes(&self) -> usize {
-        self.body_limit()
+        self.body_limit
             .saturating_mul(MAX_ESCAPE_FACTOR)
             .saturating_add(ENVELOPE_BYTES)
     }
@@ -236,8 +219,7 @@ fn guess_path(body: &[u8]) -> &'static str {
 pub(super) fn explain_route() -> MethodRouter<AdminState> {
     let permits = Arc::new(Semaphore::new(MAX_CONCURRENT));
     post(
-        move |State(admin): State<AdminState>, mut request: Request| async move {
-            DefaultBodyLimit::max(admin.explain.max_request_bytes()).apply(&mut request);
+        move |State(admin): State<AdminState>, request: Request| async move {
             // Acquired before the body is read, so that rejected requests use no memory.
             let Ok(_permit) = permits.try_acquire() else {
                 let text = format!(
@@ -252,11 +234,13 @@ pub(super) fn explain_route() -> MethodRouter<AdminState> {
     )
 }
 
-async fn explain_request(admin: &AdminState, request: Request) -> Result<Response, Response> {
-    let Some(preprocessor) = admin.explain.preprocessor.load_full() else {
+async fn explain_request(admin: &AdminState, mut request: Request) -> Result<Response, Response> {
+    let Some(context) = admin.explain.load_full() else {
         let text = "the tokenizers are still loading; see /readyz";
         return Err(error_response(StatusCode::SERVICE_UNAVAILABLE, text));
     };
+    let preprocessor = &context.preprocessor;
+    DefaultBodyLimit::max(context.max_request_bytes()).apply(&mut request);
     let accept = request
         .headers()
         .get(header::ACCEPT)
@@ -272,7 +256,7 @@ async fn explain_request(admin: &AdminState, request: Request) -> Result<Respons
     let text = received
         .map_err(timed_out)?
         .map_err(IntoResponse::into_response)?;
-    let limit = admin.explain.body_limit();
+    let limit = context.body_limit;
     // Parsing a long body would block the async runtime.
     let parsed = tokio::task::spawn_blocking(move || parse_request(text, limit)).await;
     let panicked = |_| {
@@ -284,8 +268,8 @@ async fn explain_request(admin: &AdminState, request: Request) -> Result<Respons
     let (query, path, body) = parsed
         .map_err(panicked)?
         .map_err(|message| error_response(StatusCode::BAD_REQUEST, &message))?;
-    let pool = query.resolve_pool(&preprocessor, &path);
-    let (body, requested_model) = query.rewrite_model(&preprocessor, pool.as_deref(), body);
+    let pool = query.resolve_pool(preprocessor, &path);
+    let (body, requested_model) = query.rewrite_model(preprocessor, pool.as_deref(), body);
     let mut preprocessed = preprocessor
         .preprocess_for_pool(pool, &path, &|name| query.header(name), &body)
         .await;

@@ -33,7 +33,7 @@ pub(super) fn test_state(dispatcher: &Arc<Dispatcher>) -> AdminState {
         readiness: Readiness::default(),
         process: Arc::new(process_status),
         config: Arc::new(|| Some(json!({}))),
-        explain: explain::ExplainContext::new(1 << 20),
+        explain: Arc::default(),
         envoys: Arc::new(|| None),
         cluster: Arc::new(|| None),
         replicas: Arc::new(|| None),

@@ -26,7 +26,7 @@ use warmroute_metrics::{Metrics, RankLabels};
 use warmroute_runtime::lifecycle::{Readiness, ReadyGuard};
 
 use super::endpoint_publisher::EndpointPublisher;
-use super::fleet_source::{ConfiguredSettingsByModel, DesiredFleet, MediaTokensByModel};
+use super::fleet_source::{DesiredFleet, FleetModels};
 use super::settings_poller::{EngineKey, EngineReports};
 use super::source_task;
 use crate::api::RankWriters;
@@ -48,10 +48,9 @@ pub(super) struct FleetController {
     /// Initial workers whose settings have not been queried yet.
     pending_settings: Option<PendingEngineSettings>,
     sources_deadline: Instant,
-    media: Arc<MediaTokensByModel>,
+    models: Arc<FleetModels>,
     /// Reports applied to the last set.
     applied_reports: Arc<EngineReports>,
-    configured: Arc<ConfiguredSettingsByModel>,
     max_event_message: usize,
     snapshot_path: Option<PathBuf>,
     /// Last desired set.
@@ -97,9 +96,8 @@ impl FleetController {
             initial_workers: Some((min_workers, guard)),
             pending_settings: None,
             sources_deadline: Instant::now() + config.process.readiness.event_sources_timeout.get(),
-            media: Arc::default(),
+            models: Arc::default(),
             applied_reports: Arc::default(),
-            configured: Arc::default(),
             max_event_message: config.engines.kv_events.max_message_size.bytes(),
             snapshot_path: config
                 .index
@@ -134,8 +132,7 @@ impl FleetController {
                 desired = newer;
             }
             self.desired = Some(desired.clone());
-            self.set_media(desired.media).await;
-            self.configured = desired.configured;
+            self.set_models(desired.models).await;
             let workers = self.apply_engine_settings(desired.workers);
             if self.parts.publisher.is_enabled()
                 && let Some(retained) = without_removed(&self.router.fleet(), &workers)
@@ -174,16 +171,14 @@ impl FleetController {
         let before = self.router.sources().all_engine_settings();
         let mut all = EngineSettingsByWorker::new();
         let mut by_model: HashMap<ModelName, Vec<&EngineSettings>> = HashMap::new();
+        let unconfigured = ConfiguredSettings::default();
         for worker in &mut workers {
             let Some(settings) = reports.settings.get(&(worker.id, worker.endpoint)) else {
                 continue;
             };
-            let mismatches = settings.fill_missing(
-                worker,
-                self.configured
-                    .get(&worker.model)
-                    .unwrap_or(&ConfiguredSettings::default()),
-            );
+            let model = self.models.get(&worker.model);
+            let configured = model.map_or(&unconfigured, |model| &model.configured);
+            let mismatches = settings.fill_missing(worker, configured);
             let known = before
                 .get(&worker.id)
                 .map(|(_, known)| &known[..])

@@ -24,55 +24,51 @@ use crate::fleet::discovery::worker_list_filter::{REMOVAL_GRACE_PERIOD, WorkerLi
 use crate::fleet::discovery::{self, WorkerModel};
 use crate::request::SharedClusterRules;
 
-/// Media placeholder tokens by model.
-pub(super) type MediaTokensByModel = HashMap<ModelName, MediaTokens>;
+/// Settings of a model that its workers need.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct FleetModel {
+    /// Media tokens, which event sources need.
+    pub(super) media: MediaTokens,
+    /// Configured settings, to be compared with those that engines report.
+    pub(super) configured: ConfiguredSettings,
+}
 
-/// Configured engine settings by model.
-pub(super) type ConfiguredSettingsByModel = HashMap<ModelName, ConfiguredSettings>;
+/// Settings by model.
+pub(super) type FleetModels = HashMap<ModelName, FleetModel>;
 
 /// Fleet source of a configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct FleetSource {
     source: WorkerSource,
     models: Vec<WorkerModel>,
-    media: Arc<MediaTokensByModel>,
-    configured: Arc<ConfiguredSettingsByModel>,
+    fleet_models: Arc<FleetModels>,
 }
 
 /// A complete desired fleet.
 #[derive(Clone, Debug)]
 pub(super) struct DesiredFleet {
     pub(super) workers: Vec<Worker>,
-    /// Media tokens of the models, which event sources need.
-    pub(super) media: Arc<MediaTokensByModel>,
-    /// Configured settings, to be compared with those that engines report.
-    pub(super) configured: Arc<ConfiguredSettingsByModel>,
+    pub(super) models: Arc<FleetModels>,
 }
 
 impl From<&Config> for FleetSource {
     fn from(config: &Config) -> Self {
-        let media = config
-            .models
-            .iter()
-            .map(|model| (model.name.clone(), model.media_tokens()))
-            .collect();
-        let configured = |model: &ModelConfig| ConfiguredSettings {
-            block_size: model.block_size,
-            media_model: model
-                .multimodal
-                .as_ref()
-                .and_then(|media| media.model.clone()),
+        let fleet_model = |model: &ModelConfig| FleetModel {
+            media: model.media_tokens(),
+            configured: ConfiguredSettings {
+                block_size: model.block_size,
+                media_model: model
+                    .multimodal
+                    .as_ref()
+                    .and_then(|media| media.model.clone()),
+            },
         };
-        let configured = config
-            .models
-            .iter()
-            .map(|model| (model.name.clone(), configured(model)))
-            .collect();
+        let models = config.models.iter();
+        let fleet_models = models.map(|model| (model.name.clone(), fleet_model(model)));
         Self {
             source: config.worker_source(),
             models: config.served_models(),
-            media: Arc::new(media),
-            configured: Arc::new(configured),
+            fleet_models: Arc::new(fleet_models.collect()),
         }
     }
 }
@@ -127,8 +123,7 @@ pub(super) async fn follow_fleet_source(
         let now = source.borrow_and_update().clone();
         let FleetSource {
             models,
-            media,
-            configured,
+            fleet_models,
             ..
         } = now.clone();
         let grace_period = now.removal_grace_period();
@@ -153,8 +148,7 @@ pub(super) async fn follow_fleet_source(
             // If the controller is gone, the process is shutting down.
             _ = desired.send(DesiredFleet {
                 workers,
-                media: media.clone(),
-                configured: configured.clone(),
+                models: fleet_models.clone(),
             });
         }
     }
@@ -221,8 +215,7 @@ mod tests {
                 block_size,
                 uses_bootstrap: false,
             }],
-            media: Arc::default(),
-            configured: Arc::default(),
+            fleet_models: Arc::default(),
         }
     }
 

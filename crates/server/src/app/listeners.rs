@@ -2,7 +2,6 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -140,13 +139,6 @@ impl GrpcListener {
         match &self.socket {
             GrpcSocket::Tcp(_, address) => Some(*address),
             GrpcSocket::Unix(..) => None,
-        }
-    }
-
-    pub(super) fn path(&self) -> Option<PathBuf> {
-        match &self.socket {
-            GrpcSocket::Tcp(..) => None,
-            GrpcSocket::Unix(_, file) => Some(file.path().to_owned()),
         }
     }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use arc_swap::ArcSwap;
 use serde_json::Value;
-use tokio::sync::{Mutex, Notify, watch};
+use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until};
 use tracing::{error, info, warn};
 use warmroute_core::router::Router;
@@ -30,7 +30,7 @@ use super::parts::{self, PreprocessorDeps};
 use super::self_test::{CanarySuites, load_canary_suites};
 use crate::admin::ReloadReport;
 use crate::cluster::remote_index::RemoteIndexClient;
-use crate::config::{Config, ReloadedConfig};
+use crate::config::{Config, ReloadedConfig, ServeFlags};
 use crate::request::{ModelRegistry, RequestPreprocessor, SharedClusterRules};
 
 /// New configuration and the components built from it; the input of the participants.
@@ -61,30 +61,8 @@ pub(super) type ReloadCommit = Box<dyn FnOnce() + Send>;
 /// First half of a reload, which may fail and changes nothing.
 type ReloadPrepare = Box<dyn Fn(&ReloadCandidate) -> anyhow::Result<ReloadCommit> + Send + Sync>;
 
-/// Reads the configuration file and applies command-line overrides.
-pub type ReadConfig = Box<dyn Fn() -> Result<Config, Vec<ConfigError>> + Send + Sync>;
-
-/// Outcome of a reload.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ReloadOutcome {
-    /// The new configuration is in use.
-    Applied {
-        /// Changed keys.
-        changed: Vec<String>,
-        /// Changed keys that require a restart.
-        needs_restart: Vec<String>,
-    },
-    /// No reloadable key has changed.
-    Unchanged {
-        /// Changed keys that require a restart.
-        needs_restart: Vec<String>,
-    },
-    /// Rejected for these reasons; the current configuration stays in use.
-    Invalid(Vec<String>),
-}
-
 /// Applies configuration changes to the running process.
-pub struct Reloader {
+pub(super) struct Reloader {
     pub(super) metrics: Arc<Metrics>,
     router: Arc<Router>,
     /// Rules of the Kubernetes cluster, independent of reloads.
@@ -97,8 +75,6 @@ pub struct Reloader {
     participants: parking_lot::Mutex<Vec<ReloadPrepare>>,
     /// State of the configuration.
     status: ArcSwap<ConfigStatus>,
-    /// Locked during a reload.
-    reload_lock: Mutex<()>,
 }
 
 impl Reloader {
@@ -130,7 +106,6 @@ impl Reloader {
             subjects: ArcSwap::default(),
             participants,
             status,
-            reload_lock: Mutex::default(),
         })
     }
 
@@ -215,45 +190,37 @@ impl Reloader {
     }
 
     /// Applies a configuration, or records why it could not be read.
-    pub async fn reload(&self, read: Result<Config, Vec<ConfigError>>) -> ReloadOutcome {
-        let _guard = self.reload_lock.lock().await;
-        let outcome = match self.attempt(read).await {
-            Ok(reloaded) => reloaded,
-            Err(mistakes) => {
-                self.metrics.config.last_reload_successful.set(0);
-                let mut status = ConfigStatus::clone(&self.status());
-                status.last_reload = ReloadReport::new("rejected", mistakes.clone());
-                self.status.store(Arc::new(status));
-                ReloadOutcome::Invalid(mistakes)
-            }
+    async fn reload(&self, read: Result<Config, Vec<ConfigError>>) {
+        let Err(mistakes) = self.attempt(read).await else {
+            return;
         };
-        self.report(&outcome, self.status().generation);
-        outcome
+        let mut status = ConfigStatus::clone(&self.status());
+        for mistake in &mistakes {
+            error!(
+                generation = status.generation,
+                "config reload rejected: {mistake}"
+            );
+        }
+        self.metrics.config.last_reload_successful.set(0);
+        count_outcome(&self.metrics.config.reloads, "invalid");
+        status.last_reload = ReloadReport::new("rejected", mistakes);
+        self.status.store(Arc::new(status));
     }
 
-    async fn attempt(
-        &self,
-        read: Result<Config, Vec<ConfigError>>,
-    ) -> Result<ReloadOutcome, Vec<String>> {
+    async fn attempt(&self, read: Result<Config, Vec<ConfigError>>) -> Result<(), Vec<String>> {
         let read =
             read.map_err(|mistakes| mistakes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
-        let conflict_texts = |problems: Vec<Problem>| {
-            let text = |problem: Problem| {
-                let path: Vec<String> = problem.path.iter().map(path_step).collect();
-                format!(
-                    "`{}` does not work with settings that only a restart changes: {}",
-                    path.join("."),
-                    problem.text
-                )
-            };
-            problems.into_iter().map(text).collect::<Vec<_>>()
-        };
         let running = self.running();
         let ReloadedConfig {
             config,
             changed,
             needs_restart,
-        } = running.apply_reload(&read).map_err(conflict_texts)?;
+        } = running.apply_reload(&read).map_err(|problems| {
+            problems
+                .into_iter()
+                .map(describe_conflict)
+                .collect::<Vec<_>>()
+        })?;
         let pending = pending_changes(&needs_restart, &running.to_json(), &read.to_json());
         let config = Arc::new(config);
         let failed = |error: anyhow::Error| vec![describe_failure(&error)];
@@ -266,44 +233,40 @@ impl Reloader {
         let commits = self.prepare(&candidate).map_err(failed)?;
         commits.into_iter().for_each(|commit| commit());
         self.encoders.commit(&loaded);
-        self.metrics
-            .config
-            .pending_restart_keys
-            .set(pending.len() as i64);
-        if !pending.is_empty() {
-            warn!(
-                changes = pending.join(", "),
-                "config reload: some changes need a restart"
-            );
-        }
+        self.report_pending(&pending);
         self.client.store(Arc::new(candidate.client));
         self.subjects.store(candidate.subjects);
-        if changed.is_empty() && !other_files {
-            self.record_reload("unchanged", 0, config, &needs_restart);
-            return Ok(ReloadOutcome::Unchanged { needs_restart });
-        }
-        self.record_reload("applied", 1, config, &needs_restart);
-        Ok(ReloadOutcome::Applied {
-            changed,
-            needs_restart,
-        })
-    }
-
-    /// Records a valid read in the metrics and for status pages. `change` is added to the
-    /// generation.
-    fn record_reload(
-        &self,
-        outcome: &'static str,
-        change: u64,
-        config: Arc<Config>,
-        needs_restart: &[String],
-    ) {
+        let is_changed = other_files || !changed.is_empty();
+        let generation = self.status().generation + u64::from(is_changed);
+        let outcome = if is_changed {
+            let changed = changed.join(" ");
+            info!(generation, changed, "config reload applied");
+            "applied"
+        } else {
+            if needs_restart.is_empty() {
+                info!(generation, "config reload: nothing changed");
+            }
+            "unchanged"
+        };
+        let metrics = &self.metrics.config;
+        metrics.generation.set(generation as i64);
+        count_outcome(&metrics.reloads, outcome);
         self.status.store(Arc::new(ConfigStatus {
-            generation: self.status().generation + change,
+            generation,
             config,
-            needs_restart: needs_restart.to_vec(),
+            needs_restart,
             last_reload: record_valid_read(&self.metrics, outcome),
         }));
+        Ok(())
+    }
+
+    fn report_pending(&self, pending: &[String]) {
+        let metrics = &self.metrics.config;
+        metrics.pending_restart_keys.set(pending.len() as i64);
+        if !pending.is_empty() {
+            let changes = pending.join(", ");
+            warn!(changes, "config reload: some changes need a restart");
+        }
     }
 
     async fn build_candidate(
@@ -348,36 +311,6 @@ impl Reloader {
         let participants = self.participants.lock();
         participants.iter().map(|prepare| prepare(next)).collect()
     }
-
-    fn report(&self, outcome: &ReloadOutcome, generation: u64) {
-        let label = match outcome {
-            ReloadOutcome::Applied { changed, .. } => {
-                info!(
-                    generation,
-                    changed = changed.join(" "),
-                    "config reload applied"
-                );
-                "applied"
-            }
-            ReloadOutcome::Unchanged { needs_restart } => {
-                if needs_restart.is_empty() {
-                    info!(generation, "config reload: nothing changed");
-                }
-                "unchanged"
-            }
-            ReloadOutcome::Invalid(mistakes) => {
-                for mistake in mistakes {
-                    error!(generation, "config reload rejected: {mistake}");
-                }
-                "invalid"
-            }
-        };
-        self.metrics
-            .config
-            .generation
-            .set(i64::try_from(generation).unwrap_or(i64::MAX));
-        count_outcome(&self.metrics.config.reloads, label);
-    }
 }
 
 /// Minimum time between the starts of two reloads, so that a flood of signals costs little.
@@ -397,7 +330,8 @@ pub(super) async fn follow(reloader: Arc<Reloader>, file: Arc<ConfigFile>) -> an
         if requested || differs {
             last_reload = Some(Instant::now());
             let reading = file.clone();
-            let read = tokio::task::spawn_blocking(move || (reading.read)()).await?;
+            let read = move || Config::load_with(&reading.path, &reading.flags);
+            let read = tokio::task::spawn_blocking(read).await?;
             reloader.reload(read).await;
         }
         requested = tokio::select! {
@@ -418,19 +352,26 @@ pub(super) async fn follow(reloader: Arc<Reloader>, file: Arc<ConfigFile>) -> an
 pub struct ConfigFile {
     /// Path.
     pub path: PathBuf,
-    /// Reads and checks the file.
-    pub read: ReadConfig,
+    /// Flags that override the file.
+    pub flags: ServeFlags,
     /// Notified to request a reload.
     pub reload_requested: Arc<Notify>,
     /// Bytes of the last read, to detect changes.
     pub last_bytes: parking_lot::Mutex<Option<Vec<u8>>>,
 }
 
-fn path_step(step: &PathStep) -> String {
-    match step {
+/// Describes a conflict of the new settings with those that stay in use.
+fn describe_conflict(problem: &Problem) -> String {
+    let step = |step: &PathStep| match step {
         PathStep::Key(key) => key.clone(),
         PathStep::At(at) => at.to_string(),
-    }
+    };
+    let path: Vec<String> = problem.path.iter().map(step).collect();
+    format!(
+        "`{}` does not work with settings that only a restart changes: {}",
+        path.join("."),
+        problem.text
+    )
 }
 
 /// Records in the metrics that a valid configuration was read, and returns the report of the read.

@@ -15,7 +15,7 @@ use super::ext_proc_factory::ExtProcFactory;
 use super::listeners::{GrpcListener, ListenerFactory};
 use super::reload::{ConfigStatus, Reloader};
 use super::{App, LOADING, unix_socket};
-use crate::admin::explain::ExplainContext;
+use crate::admin::explain::SharedExplainContext;
 use crate::admin::{
     self, AdminState, ModelStatus, ProcessStatus, ProcessStatusSource, TokenizerKind,
 };
@@ -162,7 +162,7 @@ impl App {
     pub(super) fn admin_pages(
         &self,
         dispatcher: &Arc<Dispatcher>,
-        explain: &ExplainContext,
+        explain: &SharedExplainContext,
         envoys: Option<Arc<XdsClients>>,
         replica: Option<Arc<ReplicaSync>>,
     ) -> AdminState {
@@ -270,8 +270,9 @@ impl App {
         // Envoy times out, while a closed port fails immediately.
         let listeners = sockets.bind(&config.listeners.ext_proc).await?;
         self.ext_proc_address = listeners.iter().find_map(GrpcListener::address);
-        self.ext_proc_socket = listeners.iter().find_map(GrpcListener::path);
         self.socket = listeners.iter().find_map(GrpcListener::socket_identity);
+        let socket = self.socket.as_ref();
+        self.ext_proc_socket = socket.map(|socket| socket.path().to_owned());
         Ok(listeners)
     }
 

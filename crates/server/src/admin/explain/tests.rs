@@ -47,9 +47,12 @@ impl Pages {
         } = OfflineRouter::new(&config, crate::app::listed_workers(&config).unwrap())
             .await
             .unwrap();
-        let explain = ExplainContext::new(LIMIT);
+        let explain = SharedExplainContext::default();
         if loaded {
-            explain.preprocessor.store(Some(preprocessor));
+            explain.store(Some(Arc::new(ExplainContext {
+                preprocessor,
+                body_limit: LIMIT,
+            })));
         }
         let admin = AdminState {
             explain,

@@ -10,7 +10,7 @@ use warmroute_engines::kv_events::SourceSpec;
 use warmroute_runtime::lifecycle;
 
 use super::FleetController;
-use crate::app::fleet_source::MediaTokensByModel;
+use crate::app::fleet_source::FleetModels;
 use crate::app::source_task::{SourceTask, task_labels};
 
 /// A running event source.
@@ -20,15 +20,14 @@ pub(super) struct SourceHandle {
 }
 
 impl FleetController {
-    /// Replaces the media tokens of the models. Event sources with changed tokens restart, because
-    /// earlier events were read with the old tokens.
-    pub(super) async fn set_media(&mut self, media: Arc<MediaTokensByModel>) {
-        let before = std::mem::replace(&mut self.media, media);
+    /// Replaces the settings of the models. Event sources with changed media tokens restart,
+    /// because earlier events were read with the old tokens.
+    pub(super) async fn set_models(&mut self, models: Arc<FleetModels>) {
+        let before = std::mem::replace(&mut self.models, models.clone());
         let fleet = self.router.fleet();
         for member in fleet.members() {
-            let model = &member.worker.model;
-            if before.get(model) != self.media.get(model) && self.sources.contains_key(&member.rank)
-            {
+            let media = |models: &FleetModels| Some(models.get(&member.worker.model)?.media);
+            if media(&before) != media(&models) && self.sources.contains_key(&member.rank) {
                 self.stop_source(member.rank).await;
                 self.start_source(member);
             }
@@ -55,9 +54,9 @@ impl FleetController {
             ),
             block_size: member.worker.block_size,
             media: self
-                .media
+                .models
                 .get(&member.worker.model)
-                .copied()
+                .map(|model| model.media)
                 .unwrap_or_default(),
             resync: self.parts.resync.clone(),
             max_message: self.max_event_message,
