@@ -315,7 +315,7 @@ async fn overview_equals_golden_page() {
         std::time::Duration::from_secs(3600),
     );
     let now = WallTime::from_unix_seconds(1_795_401_792.5);
-    let html = home::render_at(&state, now);
+    let html = home::render_at(&state, now).unwrap();
     // The remaining overload time depends on the duration of the test.
     let marked = html
         .split("overloaded for ")
@@ -344,7 +344,7 @@ async fn long_worker_table_is_cut_with_problems_first() {
     }
     let state = test_state(&dispatcher(&config).await);
     let now = WallTime::default();
-    let html = home::render_at(&state, now);
+    let html = home::render_at(&state, now).unwrap();
     assert_eq!(html.matches("<td>10.0.").count(), 300);
     assert!(html.contains("100 ranks not shown."), "{html}");
     assert!(!html.contains("10.0.1.199:8000"));
@@ -352,7 +352,11 @@ async fn long_worker_table_is_cut_with_problems_first() {
         warmroute_core::worker::WorkerId(399),
         std::time::Duration::from_secs(60),
     );
-    assert!(home::render_at(&state, now).contains("10.0.1.199:8000"));
+    assert!(
+        home::render_at(&state, now)
+            .unwrap()
+            .contains("10.0.1.199:8000")
+    );
 }
 
 #[tokio::test]
@@ -368,7 +372,7 @@ async fn overview_shows_model_without_deliveries() {
     let headline = "<span class=\"state bad\">ready, but no worker of \
         &lt;script&gt;alert(1)&lt;/script&gt; delivers answers</span>";
     let shown = tokio::time::timeout(std::time::Duration::from_secs(60), async {
-        while !home::render_at(&state, now).contains(headline) {
+        while !home::render_at(&state, now).unwrap().contains(headline) {
             tokio::time::sleep(std::time::Duration::from_millis(10)).await;
         }
     });
@@ -381,10 +385,14 @@ async fn overview_shows_engines_that_do_not_answer() {
     let state = test_state(&dispatcher);
     let router = dispatcher.router();
     let now = WallTime::from_unix_seconds(1_795_398_189.91);
-    assert!(home::render_at(&state, now).contains("<span class=\"state good\">ready</span>"));
+    assert!(
+        home::render_at(&state, now)
+            .unwrap()
+            .contains("<span class=\"state good\">ready</span>")
+    );
     let workers: Vec<_> = router.fleet().workers().map(|worker| worker.id).collect();
     router.record_reachability(workers[0], false);
-    let html = home::render_at(&state, now);
+    let html = home::render_at(&state, now).unwrap();
     let headline = "<span class=\"state warn\">ready, but 2 of 3 engines answer</span>";
     assert!(html.contains(headline), "{html}");
     assert!(
@@ -394,7 +402,7 @@ async fn overview_shows_engines_that_do_not_answer() {
     for worker in workers {
         router.record_reachability(worker, false);
     }
-    let html = home::render_at(&state, now);
+    let html = home::render_at(&state, now).unwrap();
     let headline = "<span class=\"state bad\">ready, but 0 of 3 engines answer</span>";
     assert!(html.contains(headline), "{html}");
     let site = AdminSite::serve(state).await;

@@ -1,134 +1,93 @@
-//! State of the process for the overview.
+//! State of the process for the overview, as values of the template `page.html`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::Path;
+use std::time::Duration;
 
+use serde_json::{Value, json};
 use warmroute_core::fleet::FleetMember;
 use warmroute_core::freshness::{IndexFreshness, SourceStatus};
 use warmroute_core::health::{FailingPeerGroup, HealthState};
 use warmroute_core::load::RankSpeed;
 use warmroute_core::router::Router;
 use warmroute_core::wall_time::WallTime;
-use warmroute_core::worker::{RankSlot, WorkerId, WorkerRank};
+use warmroute_core::worker::{RankSlot, WorkerId};
 
 use super::super::pages::{AdminPage, PAGES};
 use super::super::{AdminState, ProcessStatus, TokenizerKind};
 
 /// Maximum number of worker ranks in the table.
-pub(super) const MAX_ROWS: usize = 300;
+const MAX_ROWS: usize = 300;
 
-/// State of the process at one time.
-pub(super) struct ProcessOverview {
-    pub(super) now: WallTime,
-    pub(super) process: ProcessStatus,
-    /// Pending startup steps, or `draining`.
-    pub(super) pending: Vec<String>,
-    pub(super) is_draining: bool,
-    pub(super) models: Vec<ModelRow>,
-    pub(super) workers: usize,
-    /// Number of workers whose engine does not answer.
-    pub(super) unreachable: usize,
-    /// Models of which no worker delivers.
-    pub(super) failing: Vec<FailingPeerGroup>,
-    pub(super) ranks: usize,
-    pub(super) active_requests: u64,
-    /// Number of ranks with an event source, and number of those whose source is exact.
-    pub(super) event_sources: (usize, usize),
-    pub(super) indexed_blocks: u64,
-    /// Rows of the worker table. Those with a problem come first.
-    pub(super) rows: Vec<WorkerRankRow>,
-    /// Pages, each with the instruction that enables its feature if the feature is off.
-    pub(super) pages: Vec<(&'static AdminPage, Option<&'static str>)>,
+/// Reads the state at one time.
+pub(super) fn read(admin: &AdminState, now: WallTime) -> Value {
+    let process = (admin.process)();
+    let router = admin.dispatcher.router();
+    let pending = admin.readiness.pending();
+    let is_draining = admin.readiness.is_draining();
+    let is_loading = !is_draining && !pending.is_empty();
+    let mut rows = rank_rows(router, now);
+    let sources = rows.iter().filter(|row| row["reason"] != "no_source");
+    let exact = sources.clone().filter(|row| row["freshness"] == "exact");
+    let active_requests = rows
+        .iter()
+        .filter_map(|row| row["active_requests"].as_u64());
+    let uptime = now.as_unix_seconds() - process.started_at.as_unix_seconds();
+    let uptime = Duration::from_secs(uptime.max(0.0) as u64);
+    let mut overview = json!({
+        "now": now,
+        "pending": pending,
+        "is_draining": is_draining,
+        "unreachable": router.unreachable_workers().len(),
+        "failing": router.failing_groups().first().map(describe_failing),
+        "version": process.version.text,
+        "started_at": process.started_at,
+        "uptime": humantime::format_duration(uptime).to_string(),
+        "config_file": process.config_file.as_deref().map(Path::to_string_lossy),
+        "last_reload": process.last_reload,
+        "generation": process.generation,
+        "needs_restart": process.needs_restart,
+        "pool": process.pool,
+        "workers": router.fleet().workers().count(),
+        "ranks": rows.len(),
+        "active_requests": active_requests.sum::<u64>(),
+        "sources": sources.count(),
+        "exact_sources": exact.count(),
+        "indexed_blocks": router.index().stats().distinct_blocks,
+        "models": model_rows(&process, router, is_loading),
+        "has_names": rows.iter().any(|row| row["name"].is_string()),
+        "hidden": rows.len().saturating_sub(MAX_ROWS),
+        "pages": PAGES.iter().map(|page| page_row(page, admin, &process)).collect::<Vec<_>>(),
+    });
+    // The sort is stable: ranks with problems, and those without, keep the order of the fleet.
+    rows.sort_by_key(|row| row["has_problem"] == false);
+    rows.truncate(MAX_ROWS);
+    overview["rows"] = rows.into();
+    overview
 }
 
-/// Row of one model.
-pub(super) struct ModelRow {
-    pub(super) name: String,
-    pub(super) is_configured: bool,
-    pub(super) tokenizer: Option<TokenizerKind>,
-    /// Number of workers by role.
-    pub(super) workers: BTreeMap<&'static str, usize>,
-    /// State of the token comparison. `None` until the tokenizer is loaded.
-    pub(super) parity: Option<&'static str>,
+fn describe_failing(failing: &FailingPeerGroup) -> String {
+    let kind = if failing.group.is_prefill {
+        "prefill worker"
+    } else {
+        "worker"
+    };
+    format!("{kind} of {}", failing.group.model)
 }
 
-/// Row of one worker rank.
-pub(super) struct WorkerRankRow {
-    pub(super) rank: WorkerRank,
-    pub(super) name: Option<String>,
-    pub(super) endpoint: String,
-    pub(super) role: &'static str,
-    pub(super) model: String,
-    pub(super) active_requests: u64,
-    /// Running and waiting requests that the engine reports.
-    pub(super) engine_requests: Option<(u64, u64)>,
-    pub(super) freshness: IndexFreshness,
-    pub(super) stale_reason: Option<&'static str>,
-    /// Time of the last status change of the event source.
-    pub(super) since: Option<WallTime>,
-    /// Observed states that exclude the worker or reduce its use.
-    pub(super) states: Vec<String>,
-    /// Blocks on the device, and in all other tiers.
-    pub(super) blocks: Option<(u64, u64)>,
-}
-
-impl WorkerRankRow {
-    /// Returns whether an operator should inspect the rank. A missing event source is not a
-    /// problem: predictions may be intended for the rank.
-    pub(super) fn has_problem(&self) -> bool {
-        let is_behind = !matches!(
-            self.freshness,
-            IndexFreshness::Exact | IndexFreshness::Absent
-        );
-        is_behind
-            || !self.states.is_empty()
-            || self
-                .stale_reason
-                .is_some_and(|reason| reason != "no_source")
-    }
-}
-
-impl ProcessOverview {
-    /// Returns whether a startup step is pending.
-    pub(super) fn is_loading(&self) -> bool {
-        !self.is_draining && !self.pending.is_empty()
-    }
-
-    /// Reads the state.
-    pub(super) fn read(admin: &AdminState, now: WallTime) -> Self {
-        let process = (admin.process)();
-        let router = admin.dispatcher.router();
-        let mut rows = rank_rows(router, now);
-        let fleet = router.fleet();
-        let has_source = |row: &&WorkerRankRow| row.stale_reason != Some("no_source");
-        let sources = rows.iter().filter(has_source);
-        let exact = |row: &&WorkerRankRow| row.freshness == IndexFreshness::Exact;
-        let event_sources = (sources.clone().count(), sources.filter(exact).count());
-        // The sort is stable: ranks with problems, and those without, keep the order of the fleet.
-        rows.sort_by_key(|row| !row.has_problem());
-        Self {
-            now,
-            pending: admin.readiness.pending(),
-            is_draining: admin.readiness.is_draining(),
-            models: model_rows(&process, router),
-            workers: fleet.workers().count(),
-            unreachable: router.unreachable_workers().len(),
-            failing: router.failing_groups(),
-            ranks: rows.len(),
-            active_requests: rows.iter().map(|row| row.active_requests).sum(),
-            event_sources,
-            indexed_blocks: router.index().stats().distinct_blocks,
-            rows,
-            pages: PAGES
-                .iter()
-                .map(|page| (page, page.hint_if_off(admin, &process)))
-                .collect(),
-            process,
-        }
-    }
+/// Returns the row of a page, with the instruction that enables its feature if that is off.
+fn page_row(page: &AdminPage, admin: &AdminState, process: &ProcessStatus) -> Value {
+    json!({
+        "path": page.path,
+        "method": page.method,
+        "content": page.content,
+        "hint": page.hint_if_off(admin, process),
+        "is_optional": page.hint.is_some(),
+    })
 }
 
 /// Returns the configured models and those of the workers.
-fn model_rows(process: &ProcessStatus, router: &Router) -> Vec<ModelRow> {
+fn model_rows(process: &ProcessStatus, router: &Router, is_loading: bool) -> Vec<Value> {
     let reports = router.parity().reports();
     let fleet = router.fleet();
     let mut names: Vec<&str> = process
@@ -143,7 +102,7 @@ fn model_rows(process: &ProcessStatus, router: &Router) -> Vec<ModelRow> {
         .collect();
     names.extend(served.difference(&configured));
     let row = |name: &str| {
-        let mut workers = BTreeMap::new();
+        let mut workers: BTreeMap<&str, usize> = BTreeMap::new();
         for worker in fleet
             .workers()
             .filter(|worker| worker.model.as_str() == name)
@@ -151,50 +110,18 @@ fn model_rows(process: &ProcessStatus, router: &Router) -> Vec<ModelRow> {
             *workers.entry(worker.role.as_str()).or_default() += 1;
         }
         let report = reports.iter().find(|report| report.model.as_str() == name);
-        ModelRow {
-            name: name.to_owned(),
-            is_configured: configured.contains(name),
-            tokenizer: process
-                .models
-                .iter()
-                .find(|model| model.name == name)
-                .and_then(|model| model.tokenizer),
-            workers,
-            parity: report.map(|report| report.parity.state()),
-        }
+        let model = process.models.iter().find(|model| model.name == name);
+        let comparison = match model.map(|model| model.tokenizer) {
+            None => Some("unknown"),
+            Some(None) => Some("without"),
+            Some(Some(TokenizerKind::Remote)) => Some("remote"),
+            Some(Some(TokenizerKind::Local)) => report
+                .map(|report| report.parity.state())
+                .or(is_loading.then_some("loading")),
+        };
+        json!({"name": name, "workers": workers, "comparison": comparison})
     };
     names.into_iter().map(row).collect()
-}
-
-/// State of all ranks, for lookups by rank or worker.
-struct RankLookup {
-    active_requests: HashMap<RankSlot, u64>,
-    engine_requests: HashMap<RankSlot, (u64, u64)>,
-    blocks: HashMap<RankSlot, (u64, u64)>,
-    states: HashMap<WorkerId, Vec<String>>,
-}
-
-impl RankLookup {
-    fn read(router: &Router, now: WallTime) -> Self {
-        let load = router.load();
-        let active = load.snapshot().into_iter();
-        let engines = load.engine_loads().snapshot(load.now()).into_iter();
-        let blocks = router.index().stats().slots.into_iter();
-        Self {
-            active_requests: active.map(|row| (row.slot, row.active_requests)).collect(),
-            engine_requests: engines
-                .map(|row| (row.slot, (row.report.running, row.report.waiting)))
-                .collect(),
-            blocks: blocks
-                .map(|row| {
-                    let counts = row.counts;
-                    let lower = counts.host + counts.disk + counts.external;
-                    (row.slot, (counts.device, lower))
-                })
-                .collect(),
-            states: worker_states(router, now),
-        }
-    }
 }
 
 /// Returns the states that exclude a worker or reduce its use.
@@ -245,31 +172,51 @@ fn worker_states(router: &Router, now: WallTime) -> HashMap<WorkerId, Vec<String
     states
 }
 
-fn rank_rows(router: &Router, now: WallTime) -> Vec<WorkerRankRow> {
-    let lookup = RankLookup::read(router, now);
+/// Returns the state of all ranks.
+fn rank_rows(router: &Router, now: WallTime) -> Vec<Value> {
+    let load = router.load();
+    let active: HashMap<RankSlot, u64> = load
+        .snapshot()
+        .into_iter()
+        .map(|row| (row.slot, row.active_requests))
+        .collect();
+    let engines = load.engine_loads().snapshot(load.now()).into_iter();
+    let engines: HashMap<RankSlot, (u64, u64)> = engines
+        .map(|row| (row.slot, (row.report.running, row.report.waiting)))
+        .collect();
+    let slots = router.index().stats().slots.into_iter();
+    let counts: HashMap<RankSlot, _> = slots.map(|row| (row.slot, row.counts)).collect();
+    let states = worker_states(router, now);
     let row = |member: &FleetMember| {
         let SourceStatus {
             freshness, reason, ..
         } = router.source_status(member.rank);
+        let reason = reason.map(|reason| reason.as_str());
         let worker = &member.worker;
-        WorkerRankRow {
-            rank: member.rank,
-            name: worker.name.clone(),
-            endpoint: worker.endpoint.to_string(),
-            role: worker.role.as_str(),
-            model: worker.model.to_string(),
-            active_requests: lookup
-                .active_requests
-                .get(&member.slot)
-                .copied()
-                .unwrap_or_default(),
-            engine_requests: lookup.engine_requests.get(&member.slot).copied(),
-            freshness,
-            stale_reason: reason.map(|reason| reason.as_str()),
-            since: router.sources().facts(member.rank).map(|facts| facts.since),
-            states: lookup.states.get(&worker.id).cloned().unwrap_or_default(),
-            blocks: lookup.blocks.get(&member.slot).copied(),
-        }
+        let states = states.get(&worker.id).map(Vec::as_slice);
+        let blocks = counts.get(&member.slot).map(|counts| {
+            let lower = counts.host + counts.disk + counts.external;
+            [counts.device, lower]
+        });
+        // A missing event source is not a problem: predictions may be intended for the rank.
+        let has_problem = states.is_some()
+            || !matches!(freshness, IndexFreshness::Exact | IndexFreshness::Absent)
+            || reason.is_some_and(|reason| reason != "no_source");
+        json!({
+            "rank": member.rank.to_string(),
+            "name": worker.name,
+            "endpoint": worker.endpoint.to_string(),
+            "role": worker.role.as_str(),
+            "model": worker.model.as_str(),
+            "active_requests": active.get(&member.slot).copied().unwrap_or_default(),
+            "engine_requests": engines.get(&member.slot),
+            "freshness": freshness.as_str(),
+            "reason": reason,
+            "since": router.sources().facts(member.rank).map(|facts| facts.since),
+            "states": states,
+            "has_problem": has_problem,
+            "blocks": blocks,
+        })
     };
     router.fleet().members().map(row).collect()
 }
