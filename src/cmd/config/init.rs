@@ -1,12 +1,13 @@
 //! `warmroute config init`: writes a commented configuration for one model.
 
-use std::fmt::Write as _;
 use std::io::{BufRead as _, IsTerminal as _, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, anyhow, bail};
+use minijinja::Environment;
+use serde_json::{Value, json};
 use warmroute_server::config::Config;
 use warmroute_server::serve::EXIT_MISCONFIGURED;
 use warmroute_settings::escape_references;
@@ -22,6 +23,8 @@ const REPLAY_PORT_OFFSET: u16 = 100;
 /// Names of tokenizer files, in the order of preference.
 const TOKENIZER_FILES: [&str; 2] = ["tokenizer.json", "tokenizer.json.gz"];
 
+/// Template of the configuration.
+const TEMPLATE: &str = include_str!("init.yaml.jinja");
 /// Schema that editors look for beside the configuration.
 const SCHEMA_FILE: &str = "warmroute.schema.json";
 
@@ -72,12 +75,12 @@ pub(super) fn run(
         }
     };
     if args.output == Path::new("-") {
-        out.write_all(values.render().as_bytes())?;
+        out.write_all(values.render()?.as_bytes())?;
         return Ok(0);
     }
     let text = format!(
         "# yaml-language-server: $schema={SCHEMA_FILE}\n{}",
-        values.render()
+        values.render()?
     );
     // Fails if the file exists.
     let mut file = std::fs::File::create_new(&args.output)
@@ -124,7 +127,7 @@ impl InitValues {
             tokenizer: None,
             ..values.clone()
         };
-        match Config::parse(&args.output, without_files.render().as_bytes()) {
+        match Config::parse(&args.output, without_files.render()?.as_bytes()) {
             Ok(_) => Ok(values),
             Err(errors) => {
                 let errors: Vec<_> = errors.iter().map(|error| error.problem.as_str()).collect();
@@ -170,123 +173,48 @@ impl InitValues {
         })
     }
 
-    fn render(&self) -> String {
-        let mut text = String::from(
-            "# Written by `warmroute config init`. All other keys have defaults: examples/warmroute.yaml describes them.\n\n\
-             listeners:\n  ext_proc:\n    \
-             unix_socket: /tmp/warmroute/ext_proc.sock   # for an Envoy on this host\n    \
-             address: 127.0.0.1:9002                     # for an Envoy elsewhere; other addresses need tls or unprotected\n  \
-             admin:\n    address: 127.0.0.1:9005                     # metrics and status pages\n\n",
-        );
-        self.write_model(&mut text);
-        text.push('\n');
-        self.write_workers(&mut text);
-        if !matches!(self.workers, InitWorkers::Pool(_)) {
-            text.push_str(
-                "\nenvoy:\n  endpoints_file: /tmp/warmroute/eds_workers.yaml   # Envoy's list of workers, written by warmroute\n",
-            );
-        }
-        text
-    }
-
-    fn write_model(&self, text: &mut String) {
-        let name = quoted(&self.model);
-        _ = writeln!(
-            text,
-            "models:\n  - name: {name}   # as the engines serve it"
-        );
-        match &self.tokenizer {
-            Some(tokenizer) => {
-                let file = quoted(&tokenizer.display().to_string());
-                _ = writeln!(
-                    text,
-                    "    # tokenizer_config.json, config.json and chat_template.jinja of the model belong beside this file.\n    \
-                     tokenizer: {file}"
-                );
-            }
-            None => text.push_str(
-                "    # Without a tokenizer, requests are routed by load only. Files are not downloaded.\n    \
-                 #tokenizer: models/NAME/tokenizer.json\n",
-            ),
-        }
-        let engine = match self.engine {
-            InitEngine::Vllm => "vllm",
-            InitEngine::Sglang => "sglang",
+    fn render(&self) -> Result<String, minijinja::Error> {
+        let workers = match &self.workers {
+            InitWorkers::List(addresses) => json!({"list": self.listed_workers(addresses)}),
+            InitWorkers::Pool(name) => json!({"pool": quoted(name)}),
+            InitWorkers::Dns(name, port) => json!({"dns": quoted(name), "port": port}),
         };
-        _ = writeln!(
-            text,
-            "    engine: {engine}\n    block_size: {}   # tokens per KV block, as in the engines",
-            self.block_size
-        );
+        let tokenizer = self.tokenizer.as_deref().map(Path::to_string_lossy);
+        let values = json!({
+            "model": quoted(&self.model),
+            "tokenizer": tokenizer.map(|file| quoted(&file)),
+            "is_vllm": self.engine == InitEngine::Vllm,
+            "block_size": self.block_size,
+            "events_port": self.events_port,
+            "replay_port": self.events_port.saturating_add(REPLAY_PORT_OFFSET),
+            "workers": workers,
+        });
+        let mut environment = Environment::new();
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment.set_keep_trailing_newline(true);
+        environment.render_str(TEMPLATE, values)
     }
 
-    fn write_workers(&self, text: &mut String) {
-        let replay_port = self.events_port.saturating_add(REPLAY_PORT_OFFSET);
-        let events = self.events_port;
-        if self.engine == InitEngine::Vllm {
-            _ = writeln!(
-                text,
-                "# Flags of vLLM on the first worker of a host:\n\
-                 #   --enable-prefix-caching --kv-events-config '{{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\",\n\
-                 #   \"endpoint\": \"tcp://*:{events}\", \"replay_endpoint\": \"tcp://*:{replay_port}\"}}'"
-            );
-        } else {
-            _ = writeln!(
-                text,
-                "# Flag of SGLang on the first worker of a host:\n\
-                 #   --kv-events-config '{{\"publisher\": \"zmq\", \"endpoint\": \"tcp://*:{events}\", \"topic\": \"kv-events\"}}'"
-            );
-        }
-        text.push_str("workers:\n");
-        let replay = match self.engine {
-            InitEngine::Vllm => format!(", replay_port: {replay_port}"),
-            InitEngine::Sglang => String::new(),
-        };
-        match &self.workers {
-            InitWorkers::List(addresses) => self.write_list(text, addresses),
-            InitWorkers::Pool(name) => {
-                let name = quoted(name);
-                _ = writeln!(
-                    text,
-                    "  kubernetes:\n    pools:\n      - name: {name}   # InferencePool whose pods are the workers\n        \
-                     worker: {{kv_events: {{port: {events}{replay}}}}}"
-                );
-            }
-            InitWorkers::Dns(name, port) => {
-                let name = quoted(name);
-                _ = writeln!(
-                    text,
-                    "  dns:\n    - name: {name}   # each address is a worker\n      port: {port}\n      \
-                     worker: {{kv_events: {{port: {events}{replay}}}}}"
-                );
-            }
-        }
-    }
-
-    /// Writes the workers. The workers of one host have consecutive ports for their events.
-    fn write_list(&self, text: &mut String, addresses: &[SocketAddr]) {
-        text.push_str("  list:\n");
-        for (index, address) in addresses.iter().enumerate() {
+    /// Returns the listed workers. Those of one host have consecutive ports for their events.
+    fn listed_workers(&self, addresses: &[SocketAddr]) -> Vec<Value> {
+        let worker = |(index, address): (usize, &SocketAddr)| {
             let is_same_host = |other: &&SocketAddr| other.ip() == address.ip();
             let before = addresses[..index].iter().filter(is_same_host).count();
             let offset = u16::try_from(before).unwrap_or(u16::MAX);
             let port = self.events_port.saturating_add(offset);
-            let replay_port = port.saturating_add(REPLAY_PORT_OFFSET);
             let host = match address.ip() {
                 IpAddr::V4(ip) => ip.to_string(),
                 IpAddr::V6(ip) => format!("[{ip}]"),
             };
-            let replay = match self.engine {
-                InitEngine::Vllm => format!(", replay_endpoint: \"tcp://{host}:{replay_port}\""),
-                InitEngine::Sglang => String::new(),
-            };
-            _ = writeln!(
-                text,
-                "    - id: {}\n      endpoint: \"{address}\"\n      \
-                 kv_events: {{endpoint: \"tcp://{host}:{port}\"{replay}}}",
-                index + 1
-            );
-        }
+            json!({
+                "address": address,
+                "host": host,
+                "port": port,
+                "replay_port": port.saturating_add(REPLAY_PORT_OFFSET),
+            })
+        };
+        addresses.iter().enumerate().map(worker).collect()
     }
 }
 
@@ -333,7 +261,7 @@ fn find_tokenizer(directory: &Path) -> PathBuf {
 
 /// Returns a YAML string. JSON strings are YAML strings.
 fn quoted(text: &str) -> String {
-    serde_json::Value::from(escape_references(text)).to_string()
+    Value::from(escape_references(text)).to_string()
 }
 
 #[cfg(test)]
@@ -356,6 +284,7 @@ mod tests {
         InitValues::resolve(&arguments(more), &mut ask)
             .unwrap()
             .render()
+            .unwrap()
     }
 
     #[test]
@@ -415,7 +344,7 @@ mod tests {
         let mut answers = ["m", "/models/m", "10.0.0.1:1, 10.0.0.2:2"].into_iter();
         let mut ask = |_: &str, _: &str| Ok(answers.next().map(str::to_owned));
         let values = InitValues::resolve(&arguments(&[]), &mut ask).unwrap();
-        let text = values.render();
+        let text = values.render().unwrap();
         for part in ["name: \"m\"", "/models/m/tokenizer.json", "10.0.0.2:2"] {
             assert!(text.contains(part), "{part}: {text}");
         }
