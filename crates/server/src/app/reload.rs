@@ -215,12 +215,9 @@ impl Reloader {
             config,
             changed,
             needs_restart,
-        } = running.apply_reload(&read).map_err(|problems| {
-            problems
-                .into_iter()
-                .map(describe_conflict)
-                .collect::<Vec<_>>()
-        })?;
+        } = running
+            .apply_reload(&read)
+            .map_err(|problems| problems.iter().map(describe_conflict).collect::<Vec<_>>())?;
         let pending = pending_changes(&needs_restart, &running.to_json(), &read.to_json());
         let config = Arc::new(config);
         let failed = |error: anyhow::Error| vec![describe_failure(&error)];
