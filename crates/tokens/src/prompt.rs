@@ -14,7 +14,6 @@ mod engine;
 mod error;
 mod fast;
 mod inline_systems;
-mod load;
 pub mod media;
 mod media_renderer;
 mod model_files;
@@ -47,9 +46,10 @@ pub use engine::{
     ContentFormatOption, EngineKind, ModelTraits, RenderOptions, TransformersVersion,
 };
 pub use error::EncodeError;
-use fast::VerifiedTokenizer;
+use fast::{FastPath, VerifiedTokenizer};
 use media::MediaRules;
 pub use media::{MediaConfig, MultimodalPrompt};
+use model_files::ModelFiles;
 pub use model_files::{Config, LoadError, ModelFingerprint};
 pub use pieces::{StopReason, TokenBudget};
 pub use resume::PromptTokens;
@@ -127,6 +127,60 @@ impl std::fmt::Debug for Encoder {
 }
 
 impl Encoder {
+    /// Loads tokenizer and chat template. Fails with the name of the first feature that cannot be
+    /// reproduced exactly.
+    pub fn load(config: &Config) -> Result<Self, LoadError> {
+        Self::load_with_traits(config, &ModelTraits::default())
+    }
+
+    /// Loads an encoder like [`Encoder::load`], with the traits of the model and its engine.
+    pub fn load_with_traits(config: &Config, traits: &ModelTraits) -> Result<Self, LoadError> {
+        Self::load_files(config, traits, FastPath::Deferred)
+    }
+
+    /// Loads an encoder like [`Encoder::load_with_traits`] and enables its fast path, if the
+    /// tokenizer supports it. This takes less time and memory than enabling it later.
+    pub fn load_with_fast_path(config: &Config, traits: &ModelTraits) -> Result<Self, LoadError> {
+        Self::load_files(config, traits, FastPath::Built)
+    }
+
+    fn load_files(
+        config: &Config,
+        traits: &ModelTraits,
+        fast_path: FastPath,
+    ) -> Result<Self, LoadError> {
+        let ModelFiles {
+            tokenizer,
+            templates,
+            special_tokens,
+            special_tokens_mismatch,
+        } = model_files::load(config, traits, fast_path)?;
+        let library = tokenizer.library();
+        let templates = templates
+            .map(|sources| ChatTemplates::compile(sources, special_tokens, jiff::Zoned::now))
+            .transpose()?;
+        let templates =
+            templates.map(|templates| templates.with_engine(traits.engine, &traits.render));
+        let id_of = |token: &str| library.token_to_id(token);
+        let media_rules = traits
+            .media
+            .as_ref()
+            .map(|media| MediaRules::new(media, &traits.name, id_of))
+            .transpose();
+        let media_rules =
+            media_rules.map_err(|problem| LoadError::content(&config.tokenizer, problem))?;
+        let media_rules = media_rules.unwrap_or_default();
+        Ok(Self {
+            frame: tokenizer_parts::find_frame(library).ok(),
+            tokenizer,
+            templates,
+            special_tokens_mismatch,
+            engine: traits.engine,
+            media_rules,
+            resuming_tokenizer: None,
+        })
+    }
+
     /// Returns true if the model has a chat template, which conversations require.
     pub fn has_chat_template(&self) -> bool {
         self.templates.is_some()

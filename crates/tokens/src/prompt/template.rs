@@ -413,7 +413,9 @@ impl CompiledTemplate {
     }
 
     fn render(&self, variables: Value) -> Result<RenderedChat, EncodeError> {
-        self.check_rendered(RenderOutput::whole(render_in(&self.env, variables)?))
+        let text = render_in(&self.env, variables)?;
+        let checkpoints = Vec::new();
+        self.check_rendered(RenderOutput { text, checkpoints })
     }
 
     /// Returns a rendered text, or an error if it contains [`POISON`].
