@@ -331,7 +331,7 @@ fn troubleshooting_has_an_entry_per_name() {
         .filter_map(|line| line.strip_prefix("### "))
         .collect();
     let reasons = Reason::ALL.iter().map(|reason| reason.as_str().to_owned());
-    let causes = MissCause::ALL.map(|cause| cause.as_str().to_owned());
+    let causes = MissCause::ALL.iter().map(|cause| cause.as_str().to_owned());
     let names = reasons.chain(causes).chain(doctor_checks());
     let names: BTreeSet<String> = names.collect();
     let missing: Vec<&String> = names

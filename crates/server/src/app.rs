@@ -240,10 +240,11 @@ impl App {
             .map(|model| model.name.clone())
             .collect();
         let reasons: Vec<_> = Reason::ALL.iter().map(|reason| reason.as_str()).collect();
+        let causes: Vec<_> = MissCause::ALL.iter().map(|cause| cause.as_str()).collect();
         metrics.init_known_series(&KnownLabels {
             models: &models,
             reasons: &reasons,
-            causes: &MissCause::ALL.map(MissCause::as_str),
+            causes: &causes,
         });
         if let Some(pool) = &config.process.pool {
             let name = pool.name.as_deref().unwrap_or_default();

@@ -14,14 +14,13 @@ mod headers;
 mod mirror;
 mod plan;
 mod remote;
-mod report;
 mod retry;
 
 pub use aborts::AbortClient;
 pub use client::{PrefillCall, PrefillClient, PrefillError};
 pub use clients::PrefillClients;
 pub use config::{KvTransferProtocol, PrefillConfig, PrefillMode};
-pub use fallback::{PrefillRequest, PrefilledRequest, SequentialPrefill};
+pub use fallback::SequentialPrefill;
 pub use handoff::{
     HandoffError, KvHandoff, PrefillBody, PrefillResponse, SplitError, StrippedBody,
     strip_kv_fields,
@@ -32,5 +31,5 @@ pub use mirror::{
 };
 pub use plan::{PrefillExecutor, PrefillPlanner, UncheckedBodyError};
 pub(crate) use plan::{PrefillOutcome, PrefillPlan};
-pub use remote::{RemotePrefill, RepeatedPrefill};
-pub use retry::{MirrorCopy, PrefillRecord, RetriedRequest};
+pub use remote::RemotePrefill;
+pub use retry::{CopiedRequest, PrefillRecord};

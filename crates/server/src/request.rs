@@ -25,7 +25,7 @@ pub use cluster_rules::{ClusterRules, SharedClusterRules};
 pub use models::{ConfiguredModel, ModelRegistry, ResolvedModel};
 pub use preprocess::{PreprocessedRequest, RequestBody};
 pub use preprocessor::{EncodeLimits, NvExtScope, PreprocessorParts, RequestPreprocessor};
-pub use rewrite::{RequestedModel, RewriteRules, RewrittenBody};
+pub use rewrite::{BodyEdit, ModelRename, RequestedModel, RewriteRules};
 pub use routing_hints::{HeaderLookup, RoutingHints, hint_headers};
 pub use sessions::SessionsConfig;
 pub use shared_cache::SharedCacheLookup;

@@ -14,7 +14,6 @@ mod engine;
 mod error;
 mod fast;
 mod inline_systems;
-mod load;
 pub mod media;
 mod media_renderer;
 mod model_files;
@@ -39,8 +38,7 @@ mod white_space;
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use crate::openai::{ApiRequest, PromptInput, TokenizationOptions, TruncationSide};
-use tokenizers::Encoding;
+use crate::openai::{ApiRequest, PromptInput, TokenizationOptions};
 
 pub use crate::prompt_cache::PromptCache;
 pub use bounded_tokens::BoundedTokens;
@@ -48,9 +46,10 @@ pub use engine::{
     ContentFormatOption, EngineKind, ModelTraits, RenderOptions, TransformersVersion,
 };
 pub use error::EncodeError;
-use fast::VerifiedTokenizer;
+use fast::{FastPath, VerifiedTokenizer};
 use media::MediaRules;
 pub use media::{MediaConfig, MultimodalPrompt};
+use model_files::ModelFiles;
 pub use model_files::{Config, LoadError, ModelFingerprint};
 pub use pieces::{StopReason, TokenBudget};
 pub use resume::PromptTokens;
@@ -58,9 +57,6 @@ use resume::{ResumableText, ResumingTokenizer};
 use template::ChatTemplates;
 pub use template::TokenExactness;
 use tokenizer_parts::SpecialTokenFrame;
-use truncation::{
-    retained_range, text_token_limit, truncate_encoding, truncate_tokens, truncation_limit,
-};
 
 /// Prompts before tokenization: rendered texts, or token ids of the request.
 #[derive(Clone, Debug)]
@@ -131,6 +127,60 @@ impl std::fmt::Debug for Encoder {
 }
 
 impl Encoder {
+    /// Loads tokenizer and chat template. Fails with the name of the first feature that cannot be
+    /// reproduced exactly.
+    pub fn load(config: &Config) -> Result<Self, LoadError> {
+        Self::load_with_traits(config, &ModelTraits::default())
+    }
+
+    /// Loads an encoder like [`Encoder::load`], with the traits of the model and its engine.
+    pub fn load_with_traits(config: &Config, traits: &ModelTraits) -> Result<Self, LoadError> {
+        Self::load_files(config, traits, FastPath::Deferred)
+    }
+
+    /// Loads an encoder like [`Encoder::load_with_traits`] and enables its fast path, if the
+    /// tokenizer supports it. This takes less time and memory than enabling it later.
+    pub fn load_with_fast_path(config: &Config, traits: &ModelTraits) -> Result<Self, LoadError> {
+        Self::load_files(config, traits, FastPath::Built)
+    }
+
+    fn load_files(
+        config: &Config,
+        traits: &ModelTraits,
+        fast_path: FastPath,
+    ) -> Result<Self, LoadError> {
+        let ModelFiles {
+            tokenizer,
+            templates,
+            special_tokens,
+            special_tokens_mismatch,
+        } = model_files::load(config, traits, fast_path)?;
+        let library = tokenizer.library();
+        let templates = templates
+            .map(|sources| ChatTemplates::compile(sources, special_tokens, jiff::Zoned::now))
+            .transpose()?;
+        let templates =
+            templates.map(|templates| templates.with_engine(traits.engine, &traits.render));
+        let id_of = |token: &str| library.token_to_id(token);
+        let media_rules = traits
+            .media
+            .as_ref()
+            .map(|media| MediaRules::new(media, &traits.name, id_of))
+            .transpose();
+        let media_rules =
+            media_rules.map_err(|problem| LoadError::content(&config.tokenizer, problem))?;
+        let media_rules = media_rules.unwrap_or_default();
+        Ok(Self {
+            frame: tokenizer_parts::find_frame(library).ok(),
+            tokenizer,
+            templates,
+            special_tokens_mismatch,
+            engine: traits.engine,
+            media_rules,
+            resuming_tokenizer: None,
+        })
+    }
+
     /// Returns true if the model has a chat template, which conversations require.
     pub fn has_chat_template(&self) -> bool {
         self.templates.is_some()
@@ -280,94 +330,11 @@ impl Encoder {
         Ok(all.into_iter().map(|bounded| bounded.tokens).collect())
     }
 
-    /// Tokenizes prompts that were rendered with [`Encoder::render`].
+    /// Tokenizes rendered prompts without the prompt cache.
     pub fn tokenize(&self, rendered: &RenderedPrompt<'_>) -> Result<Vec<Vec<u32>>, EncodeError> {
-        let limit = truncation_limit(rendered.tokenization)?;
-        let tokenizer_side = rendered.tokenization.tokenizer_side;
-        let named_side = rendered.tokenization.truncation_side;
-        let side = rendered.tokenization.removed_side();
-        match &rendered.prompts {
-            PromptSource::Tokens(lists) => Ok(lists
-                .iter()
-                .map(|tokens| truncate_tokens(tokens, limit, side).to_vec())
-                .collect()),
-            PromptSource::Chat(_) => Err(EncodeError::Tokenize(
-                "a prompt rendered with the cache needs `tokenize_bounded`".to_owned(),
-            )),
-            PromptSource::Texts(texts) => {
-                let special = rendered.add_special_tokens;
-                self.check_special_tokens(special)?;
-                let tokens = |text: &Cow<'_, str>| match named_side {
-                    None => self.token_ids(text, special, limit, tokenizer_side),
-                    // With an explicit side, the engine truncates the complete output of the
-                    // tokenizer.
-                    Some(side) => {
-                        let whole = self.token_ids(text, special, None, side)?;
-                        Ok(truncate_tokens(&whole, limit, side).to_vec())
-                    }
-                };
-                texts.iter().map(tokens).collect()
-            }
-        }
-    }
-
-    fn check_special_tokens(&self, special: bool) -> Result<(), EncodeError> {
-        match &self.special_tokens_mismatch {
-            Some(mismatch) if special => Err(EncodeError::uncertain(mismatch.as_str())),
-            _ => Ok(()),
-        }
-    }
-
-    fn token_ids(
-        &self,
-        text: &str,
-        special: bool,
-        limit: Option<usize>,
-        side: TruncationSide,
-    ) -> Result<Vec<u32>, EncodeError> {
-        let frame = self.frame.as_ref().filter(|_| special);
-        if special && frame.is_none() {
-            return self.post_processed_ids(text, limit, side);
-        }
-        let mut ids = self.tokenizer.ids(text).map_err(tokenizer_error)?;
-        if let Some(limit) = limit {
-            // Special tokens count towards the limit but are never removed, so the text is
-            // truncated further.
-            let range = retained_range(
-                ids.len(),
-                text_token_limit(limit, frame.map_or(0, SpecialTokenFrame::len))?,
-                side,
-            );
-            ids.truncate(range.end);
-            ids.drain(..range.start);
-        }
-        Ok(match frame {
-            Some(frame) => frame.surround(&ids),
-            None => ids,
-        })
-    }
-
-    /// Tokenizes a text with a post-processor whose additions are not known in advance.
-    fn post_processed_ids(
-        &self,
-        text: &str,
-        limit: Option<usize>,
-        side: TruncationSide,
-    ) -> Result<Vec<u32>, EncodeError> {
-        let library = self.tokenizer.library();
-        let encode = |text, special| library.encode_fast(text, special).map_err(tokenizer_error);
-        let Some(limit) = limit else {
-            return Ok(encoding_ids(&encode(text, true)?));
-        };
-        let bare = truncate_encoding(
-            encode(text, false)?,
-            text_token_limit(limit, encode("", true)?.len())?,
-            side,
-        );
-        library
-            .post_process(bare, None, true)
-            .map(|encoding| encoding_ids(&encoding))
-            .map_err(tokenizer_error)
+        let all = self.tokenize_with(rendered, None, &TokenBudget::UNLIMITED)?;
+        let ids = all.into_iter().map(|bounded| bounded.tokens.into_ids());
+        Ok(ids.collect())
     }
 }
 
@@ -377,8 +344,4 @@ impl Encoder {
 )]
 fn tokenizer_error(error: tokenizers::Error) -> EncodeError {
     EncodeError::Tokenize(error.to_string())
-}
-
-fn encoding_ids(encoding: &Encoding) -> Vec<u32> {
-    encoding.get_ids().to_vec()
 }

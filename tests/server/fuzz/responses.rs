@@ -32,7 +32,6 @@ fn scan<'a>(kind: ResponseEncoding, pieces: impl Iterator<Item = &'a [u8]>) -> S
     let first = (
         scanner.usage(),
         scanner.content_events(),
-        scanner.skipped_events(),
         scanner.is_complete(),
     );
     // A response may end more than once.

@@ -172,7 +172,10 @@ impl ExplainRequest {
             bytes,
             rand::random(),
         ) {
-            Some(rewritten) => (RequestBody::Whole(rewritten.bytes), rewritten.requested),
+            Some(edit) => {
+                let requested = edit.model_rename.map(|rename| rename.requested);
+                (RequestBody::Whole(edit.body), requested)
+            }
             None => (body, None),
         }
     }

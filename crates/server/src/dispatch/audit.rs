@@ -28,6 +28,7 @@ use warmroute_core::worker::{BlockSize, ModelName, RankSlot};
 use warmroute_metrics::{
     CauseLabels, Metrics, ModelLabel, ModelOutcomeLabels, ModelRoleLabels, ModelTokensLabels,
 };
+use warmroute_tokens::openai::usage::TokenUsage;
 
 /// Time that an engine's events may take to arrive.
 const EVENT_GRACE: Duration = Duration::from_secs(1);
@@ -257,6 +258,26 @@ impl CacheAudit {
             .inc_by(usage.cached_tokens.min(max));
     }
 
+    /// Audits a successful response with its usage. `served_elsewhere` is true if another worker
+    /// than the chosen one served it.
+    pub fn record_usage(
+        &self,
+        forecast: HitForecast,
+        usage: Option<TokenUsage>,
+        prompts: Vec<BlockHashes>,
+        served_elsewhere: bool,
+    ) {
+        let reported = usage.and_then(ReportedUsage::new);
+        match reported.filter(|reported| reported.prompt_tokens > 0) {
+            Some(reported) => {
+                let response = AuditedResponse::new(forecast, reported, prompts)
+                    .with_served_elsewhere(served_elsewhere);
+                self.record_response(response, Instant::now());
+            }
+            None => self.record_without_report(&forecast.model, usage.is_some()),
+        }
+    }
+
     /// Audits a response that reported its cached tokens.
     pub fn record_response(&self, mut response: AuditedResponse, now: Instant) {
         let rank = response.forecast.rank;
@@ -274,9 +295,9 @@ impl CacheAudit {
         } else {
             Some(response)
         };
-        ready
-            .into_iter()
-            .for_each(|response| self.resolve(&response));
+        if let Some(response) = ready {
+            self.resolve(&response);
+        }
     }
 
     /// Counts a successful response that did not report its cached tokens. `has_usage` is true if

@@ -21,7 +21,7 @@ use super::response_content::{MissingContent, ResponseContent};
 use super::retries::RetryDecision;
 use crate::dispatch::audit::CacheAudit;
 use crate::dispatch::{ActiveRequest, Dispatcher, log_health_changes};
-use crate::prefill::{PrefillEvent, RemotePrefill, RetriedRequest};
+use crate::prefill::{CopiedRequest, PrefillEvent, RemotePrefill};
 use measurements::CacheReportSource;
 use started_response::StartedResponse;
 
@@ -163,7 +163,7 @@ impl ExchangeGuard {
     pub(super) async fn prefill_retry(
         &mut self,
         dispatcher: &Dispatcher,
-        retried: RetriedRequest,
+        retried: CopiedRequest,
     ) -> RetryDecision {
         // A request whose response has begun is not retried.
         let Some(prefill) = self.prefill.take() else {
@@ -173,12 +173,14 @@ impl ExchangeGuard {
             return RetryDecision::Unchanged;
         };
         // Boxed, because the future is large and retries are rare.
-        let repeated = Box::pin(prefill.remote.retry(dispatcher, active, retried)).await;
+        let repeated = Box::pin(prefill.remote.retry(dispatcher, *active, retried)).await;
         match repeated {
             Ok(repeated) => {
-                self.active = Some(repeated.active);
-                self.on_placed(Some(repeated.remote_prefill));
-                RetryDecision::ReplaceBody(repeated.body)
+                self.active = Some(Box::new(repeated.active));
+                self.on_placed(repeated.remote_prefill);
+                repeated
+                    .body
+                    .map_or(RetryDecision::Unchanged, RetryDecision::ReplaceBody)
             }
             Err(error) => {
                 debug!(%error, "retry failed");

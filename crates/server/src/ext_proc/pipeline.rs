@@ -19,11 +19,11 @@ use super::config::{FailureConfig, FailureMode, ResponseConfig};
 use super::exchange::InboundRequest;
 use super::headers::{self, RequestHead};
 use super::reject::{self, RequestRejection};
-use super::reply::{BodyEdit, ImmediateReply, ModelRename, RouteReply};
+use super::reply::{ImmediateReply, RouteReply};
 use crate::dispatch::{ActiveRequest, DispatchError, Dispatcher};
 use crate::prefill::{PrefillOutcome, PrefillPlan, PrefillPlanner, RemotePrefill};
 use crate::request::pool_routes::PoolAuthorities;
-use crate::request::{PreprocessedRequest, RequestBody, RequestPreprocessor};
+use crate::request::{BodyEdit, PreprocessedRequest, RequestBody, RequestPreprocessor};
 
 /// Configured handling of requests and of their responses.
 #[derive(Clone, Debug, Default)]
@@ -276,18 +276,12 @@ impl RequestPipeline {
             return None;
         };
         let header = |name: &str| inbound.head.get(name);
-        let rewritten = self
+        let edit = self
             .preprocessor
             .rewrite_model(pool, &header, body, rand::random())?;
         self.metrics.requests.model_rewrites.inc();
-        let served = rewritten.served;
-        inbound.body = RequestBody::Whole(rewritten.bytes.clone());
-        Some(BodyEdit {
-            body: rewritten.bytes,
-            model_rename: rewritten
-                .requested
-                .map(|requested| ModelRename { served, requested }),
-        })
+        inbound.body = RequestBody::Whole(edit.body.clone());
+        Some(edit)
     }
 
     /// Returns the candidate endpoints that a conformance test names.

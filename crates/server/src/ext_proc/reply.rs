@@ -1,10 +1,10 @@
 //! Answers to the request for a route: a route with changes of the request, or an immediate
 //! response.
 
-use bytes::Bytes;
 use warmroute_core::router::RouteTarget;
 
 use crate::prefill::MirrorTarget;
+use crate::request::BodyEdit;
 
 /// The answer to [`Effect::Route`](super::Effect::Route): the chosen endpoints, and further changes
 /// of the request.
@@ -32,35 +32,6 @@ impl From<RouteTarget> for RouteReply {
             may_store_response: false,
         }
     }
-}
-
-/// Replacement of a request body.
-#[derive(Clone, Debug, PartialEq)]
-pub struct BodyEdit {
-    /// The new body.
-    pub body: Bytes,
-    /// Model name to restore in the response.
-    pub model_rename: Option<ModelRename>,
-}
-
-impl BodyEdit {
-    /// Replaces the body and keeps the model name to restore.
-    pub(super) fn replace_body(before: Option<Self>, body: Option<Bytes>) -> Option<Self> {
-        let Some(body) = body else { return before };
-        Some(Self {
-            body,
-            model_rename: before.and_then(|edit| edit.model_rename),
-        })
-    }
-}
-
-/// A model that is served under another name than the client requested.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ModelRename {
-    /// Model name for the engine.
-    pub served: String,
-    /// Model name for the client.
-    pub requested: String,
 }
 
 /// A response that warmroute sends in place of a worker's.

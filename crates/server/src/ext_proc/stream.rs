@@ -26,7 +26,7 @@ use super::response_stream::ResponseSink;
 use super::retries::{RetryAttempt, RetryDecision, RetryListener};
 use super::state::{ExchangeConfig, ExtProcState};
 use super::wire::{ProcessingPart, RawProcessingRequest};
-use crate::prefill::{PrefillEvent, RetriedRequest};
+use crate::prefill::{CopiedRequest, PrefillEvent};
 use crate::request::RequestBody;
 
 /// Maximum number of messages read while a route is chosen. Further messages wait in Envoy.
@@ -347,11 +347,11 @@ impl ExchangeStream {
         }: RetryAttempt,
     ) -> bool {
         let prefills = self.config.pipeline.prefill_planner();
-        let retried = RetriedRequest {
-            upstream,
+        let retried = CopiedRequest {
             path: head.path.clone(),
             headers: prefills.worker_headers(&head),
             body,
+            decode_endpoint: Some(upstream),
         };
         self.prefill_aborted = false;
         let decision = self

@@ -8,16 +8,18 @@ use std::time::Duration;
 use bytes::Bytes;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use tracing::debug;
+use warmroute_core::block::BlockHashes;
 use warmroute_core::health::RequestOutcome;
 use warmroute_core::policy::LocalPrefillReason;
 use warmroute_core::router::{PhaseSelection, RankEndpoint, RouteError, RouteRequest, Router};
 use warmroute_core::worker::{WorkerEndpoint, WorkerId};
+use warmroute_tokens::openai::usage::TokenUsage;
 
 use super::client::{PrefillCall, PrefillClient, PrefillError};
 use super::config::KvTransferProtocol;
 use super::handoff::{KvHandoff, PrefillResponse};
-use super::report;
-use crate::dispatch::audit::CacheAudit;
+use super::plan::PrefillOutcome;
+use crate::dispatch::audit::{CacheAudit, HitForecast, ReportedUsage};
 use crate::dispatch::{ActiveRequest, Dispatcher, log_health_changes};
 
 /// Header with the data-parallel rank, as vLLM's front end reads it.
@@ -35,28 +37,6 @@ pub struct SequentialPrefill {
     pub audit: Arc<CacheAudit>,
 }
 
-/// A request for a remote prefill.
-#[derive(Debug)]
-pub struct PrefillRequest {
-    /// The routed request.
-    pub request: RouteRequest,
-    /// Its KV handoff.
-    pub handoff: KvHandoff,
-    /// Its forwarded headers.
-    pub headers: HeaderMap,
-    /// The decode worker, if it is fixed.
-    pub decode_endpoint: Option<WorkerEndpoint>,
-}
-
-/// A request that can go to its decode worker.
-#[derive(Debug)]
-pub struct PrefilledRequest {
-    /// Its reservations.
-    pub active: ActiveRequest,
-    /// Its new body, if KV transfer parameters are handed over.
-    pub body: Option<Bytes>,
-}
-
 /// Next step after the response of a prefill worker.
 enum FallbackStep {
     /// Send this body to the decode worker.
@@ -69,13 +49,14 @@ enum FallbackStep {
     AggregateIfAllowed(LocalPrefillReason),
 }
 
-/// Values that all steps share.
-struct FallbackContext<'a> {
-    dispatcher: &'a Dispatcher,
-    request: RouteRequest,
-    headers: HeaderMap,
-    path: &'static str,
-    decode_endpoint: Option<WorkerEndpoint>,
+/// A request and its dispatcher, which all attempts share.
+pub(super) struct FallbackContext<'a> {
+    pub(super) dispatcher: &'a Dispatcher,
+    pub(super) request: &'a RouteRequest,
+    /// Its forwarded headers.
+    pub(super) headers: HeaderMap,
+    /// The decode worker, if it is fixed.
+    pub(super) decode_endpoint: Option<WorkerEndpoint>,
 }
 
 impl FallbackContext<'_> {
@@ -108,25 +89,12 @@ impl SequentialPrefill {
     /// Runs the prefill of a placed request, and places it at its decode worker. Each failure falls
     /// back by one step. Returns an error only if no decode worker is available, or if the
     /// configuration enforces disaggregation.
-    pub async fn run(
+    pub(super) async fn run(
         &self,
-        dispatcher: &Dispatcher,
-        request: PrefillRequest,
+        context: FallbackContext<'_>,
+        handoff: KvHandoff,
         mut active: ActiveRequest,
-    ) -> Result<PrefilledRequest, RouteError> {
-        let PrefillRequest {
-            request,
-            handoff,
-            headers,
-            decode_endpoint,
-        } = request;
-        let context = FallbackContext {
-            dispatcher,
-            request,
-            headers,
-            path: handoff.path(),
-            decode_endpoint,
-        };
+    ) -> Result<PrefillOutcome, RouteError> {
         let mut handoff = Some(handoff);
         let mut failed: Vec<WorkerId> = Vec::new();
         while let Some(to) = active.placement.route.prefill().map(|prefill| prefill.to) {
@@ -134,9 +102,9 @@ impl SequentialPrefill {
             (active, step) = self.try_worker(&context, to, active, &mut handoff).await;
             let fallback = match step {
                 FallbackStep::HandOff(body) => {
-                    return Ok(PrefilledRequest {
-                        active,
+                    return Ok(PrefillOutcome {
                         body: Some(body),
+                        ..PrefillOutcome::new(active)
                     });
                 }
                 FallbackStep::NextWorker => {
@@ -165,7 +133,7 @@ impl SequentialPrefill {
                 _ => return Err(RouteError::NoPrefill),
             }
         }
-        Ok(PrefilledRequest { active, body: None })
+        Ok(PrefillOutcome::new(active))
     }
 
     /// Calls the booked prefill worker, and places the request at its decode worker.
@@ -181,18 +149,19 @@ impl SequentialPrefill {
         let Some(prefilled) = router.completed_prefill(&active.placement.route) else {
             return (active, FallbackStep::NextWorker);
         };
-        let Some(body) = handoff.as_ref().and_then(KvHandoff::prefill_body) else {
+        let call = handoff.as_ref().and_then(|handoff| {
+            Some(PrefillCall {
+                worker: to.endpoint,
+                path: handoff.path().to_owned(),
+                headers: headers_for_rank(&context.headers, to),
+                body: handoff.prefill_body()?,
+            })
+        });
+        let Some(call) = call else {
             return (
                 active,
                 FallbackStep::Aggregate(LocalPrefillReason::NotSplittable),
             );
-        };
-        let headers = headers_for_rank(&context.headers, to);
-        let call = PrefillCall {
-            worker: to.endpoint,
-            path: context.path.to_owned(),
-            headers,
-            body,
         };
         let (mut active, answer) = self.call_worker(router, call, active).await;
         let mut step = self.fallback_step(to.endpoint, handoff, answer);
@@ -234,12 +203,8 @@ impl SequentialPrefill {
                 if usage.is_some() {
                     router.on_prompt_computed(&mut active.placement);
                 }
-                report::audit_prefill_response(
-                    &audit,
-                    forecast,
-                    active.placement.take_prompts(),
-                    usage,
-                );
+                let prompts = active.placement.take_prompts();
+                audit_prefill_response(&audit, forecast, prompts, usage);
             }
             if let Some(outcome) = outcome {
                 record_prefill_outcome(&router, active, outcome);
@@ -297,6 +262,21 @@ pub(super) fn record_prefill_outcome(
 ) {
     let changes = router.on_prefill_response(&mut active.placement, outcome);
     log_health_changes(router, changes);
+}
+
+/// Compares the cache report of a prefill worker with the prediction for it. The usage of the
+/// decode worker does not describe that cache: after a transfer, engines report the value of the
+/// prefill worker, their own, or none.
+pub(super) fn audit_prefill_response(
+    audit: &CacheAudit,
+    forecast: HitForecast,
+    prompts: Vec<BlockHashes>,
+    usage: Option<TokenUsage>,
+) {
+    if let Some(reported) = usage.and_then(ReportedUsage::new) {
+        audit.count_delivered_tokens(&forecast, reported);
+    }
+    audit.record_usage(forecast, usage, prompts, false);
 }
 
 fn headers_for_rank(headers: &HeaderMap, to: RankEndpoint) -> HeaderMap {

@@ -12,6 +12,7 @@ use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use thiserror::Error;
 use warmroute_tokens::openai::json_edit::{self, FieldEdit};
+use warmroute_tokens::openai::usage::TokenUsage;
 use warmroute_tokens::openai::{self, ApiKind};
 
 use super::config::KvTransferProtocol;
@@ -142,6 +143,11 @@ impl PrefillResponse {
     /// Returns the response body, for reading only.
     pub(crate) fn body(&self) -> &[u8] {
         &self.body
+    }
+
+    /// Returns the usage that the prefill worker reports; `None` if it reports no prompt tokens.
+    pub(super) fn usage(&self) -> Option<TokenUsage> {
+        TokenUsage::from_document(&self.body).filter(|usage| usage.prompt_tokens > 0)
     }
 }
 

@@ -20,6 +20,8 @@ use super::aborts::AbortClient;
 use super::bootstrap::{BootstrapInfo, BootstrapRoom, engine_request_ids};
 use super::client::{PrefillClient, PrefillError, RunningPrefill};
 use super::fallback::record_prefill_outcome;
+use super::plan::PrefillOutcome;
+use super::remote::RemotePrefill;
 use crate::dispatch::ActiveRequest;
 use crate::dispatch::audit::CacheAudit;
 
@@ -50,21 +52,24 @@ pub struct MirrorTarget {
 pub struct BootstrapPair {
     /// The body for both workers.
     pub body: Bytes,
-    /// The prefill worker.
-    pub prefill: WorkerEndpoint,
     /// The running prefill.
     pub mirrored_prefill: MirroredPrefill,
 }
 
 impl BootstrapPair {
-    /// Returns the endpoint that receives the copy of the gateway; `None` if warmroute sends the
-    /// copy.
-    pub(super) fn mirror_target(&self) -> Option<MirrorTarget> {
-        let cluster = self.mirrored_prefill.cluster()?;
-        Some(MirrorTarget {
-            cluster,
-            endpoint: self.prefill,
-        })
+    /// Returns the outcome for a request. The gateway sends the copy, unless warmroute does.
+    pub(super) fn into_outcome(self, active: ActiveRequest) -> PrefillOutcome {
+        let mirrored = self.mirrored_prefill;
+        let mirror_to = (!mirrored.receives_response()).then(|| MirrorTarget {
+            cluster: mirrored.mirror.cluster.clone(),
+            endpoint: mirrored.worker,
+        });
+        PrefillOutcome {
+            active,
+            body: Some(self.body),
+            mirror_to,
+            remote_prefill: Some(RemotePrefill::Mirror(Box::new(mirrored))),
+        }
     }
 }
 
@@ -115,7 +120,6 @@ impl PrefillMirror {
         };
         Some(BootstrapPair {
             body: bootstrap.body,
-            prefill: to.endpoint,
             mirrored_prefill: mirrored,
         })
     }
@@ -154,7 +158,7 @@ impl MirrorContext {
 pub struct MirroredPrefill {
     pub(super) mirror: Arc<PrefillMirror>,
     /// The prefill worker.
-    worker: WorkerEndpoint,
+    pub(super) worker: WorkerEndpoint,
     started: std::time::Instant,
     /// Deadline of the prefill.
     deadline: Option<Instant>,
@@ -178,11 +182,6 @@ pub enum PrefillEvent {
 }
 
 impl MirroredPrefill {
-    /// Envoy's cluster of prefill workers; `None` if warmroute sends the copy.
-    fn cluster(&self) -> Option<Arc<str>> {
-        self.running.is_none().then(|| self.mirror.cluster.clone())
-    }
-
     /// Returns whether warmroute sent the copy and receives the response. Otherwise Envoy discards
     /// it.
     pub fn receives_response(&self) -> bool {

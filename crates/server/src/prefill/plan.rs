@@ -13,15 +13,15 @@ use tracing::debug;
 use warmroute_core::policy::LocalPrefillReason;
 use warmroute_core::router::{DecodeCapability, PhaseSelection, RouteError, Router};
 use warmroute_core::worker::{ModelName, WorkerRole};
-use warmroute_tokens::openai::{ApiKind, ApiWorkload};
+use warmroute_tokens::openai::ApiWorkload;
 
 use super::bootstrap::{check_mirrorable, is_streaming};
-use super::fallback::{PrefillRequest, SequentialPrefill};
+use super::fallback::{FallbackContext, SequentialPrefill};
 use super::handoff::{KvHandoff, SplitError, StrippedBody, engine_path, strip_kv_fields};
 use super::headers::{ClientHeaders, forwarded_headers};
 use super::mirror::{MirrorContext, MirrorTarget, PrefillMirror};
 use super::remote::RemotePrefill;
-use super::retry::{MirrorCopy, PrefillRecord};
+use super::retry::{CopiedRequest, PrefillRecord};
 use crate::dispatch::{ActiveRequest, Dispatcher};
 use crate::request::{PreprocessedRequest, RequestBody};
 
@@ -67,16 +67,16 @@ pub(crate) enum PrefillPlan<'p> {
     /// Set the headers of the chosen workers.
     HeaderOnly,
     /// Call the prefill worker, if one is chosen.
-    Call(Box<CallPlan<'p>>),
+    Call(Box<CallPlan>),
     /// Send the request to both workers.
     Mirror(Box<MirrorPlan<'p>>),
 }
 
 /// Plan of a called prefill.
-pub(crate) struct CallPlan<'p> {
-    executor: &'p Arc<SequentialPrefill>,
-    api: Option<ApiKind>,
-    request: PrefillRequest,
+pub(crate) struct CallPlan {
+    record: PrefillRecord,
+    handoff: KvHandoff,
+    headers: HeaderMap,
 }
 
 /// Plan of a mirrored prefill.
@@ -85,7 +85,7 @@ pub(crate) struct MirrorPlan<'p> {
     body: Bytes,
     context: MirrorContext,
     /// The copy, if warmroute sends it to the prefill worker itself.
-    copy: Option<MirrorCopy>,
+    copy: Option<CopiedRequest>,
 }
 
 /// A request whose plan was carried out.
@@ -98,6 +98,18 @@ pub(crate) struct PrefillOutcome {
     pub(crate) mirror_to: Option<MirrorTarget>,
     /// The running or completed prefill.
     pub(crate) remote_prefill: Option<RemotePrefill>,
+}
+
+impl PrefillOutcome {
+    /// Creates the outcome of a request without a prefill on another worker.
+    pub(super) fn new(active: ActiveRequest) -> Self {
+        Self {
+            active,
+            body: None,
+            mirror_to: None,
+            remote_prefill: None,
+        }
+    }
 }
 
 impl PrefillPlanner {
@@ -183,14 +195,13 @@ impl PrefillPlanner {
                 preprocessed.route_request.phases =
                     PhaseSelection::PrefillFirst { failed: Vec::new() };
                 Ok(PrefillPlan::Call(Box::new(CallPlan {
-                    executor,
-                    api: preprocessed.api,
-                    request: PrefillRequest {
+                    record: PrefillRecord {
+                        prefill: executor.clone(),
+                        api: preprocessed.api,
                         request: preprocessed.route_request.clone(),
-                        handoff,
-                        headers: self.worker_headers(headers),
-                        decode_endpoint: None,
                     },
+                    handoff,
+                    headers: self.worker_headers(headers),
                 })))
             }
             PrefillExecutor::Mirror(executor) => {
@@ -198,7 +209,7 @@ impl PrefillPlanner {
                 let path = engine_path(preprocessed.api.ok_or(SplitError::Api)?);
                 // A unary response does not show when the prefill ends, so warmroute sends the copy
                 // itself and reads its response.
-                let copy = (!is_streaming(body)).then(|| MirrorCopy {
+                let copy = (!is_streaming(body)).then(|| CopiedRequest {
                     path: path.to_owned(),
                     headers: self.worker_headers(headers),
                     body: body.clone(),
@@ -237,7 +248,7 @@ impl PrefillPlan<'_> {
     pub(crate) fn max_duration(&self) -> Duration {
         match self {
             PrefillPlan::HeaderOnly | PrefillPlan::Mirror(_) => Duration::ZERO,
-            PrefillPlan::Call(plan) => plan.executor.max_duration(),
+            PrefillPlan::Call(plan) => plan.record.max_duration(),
         }
     }
 
@@ -260,36 +271,35 @@ impl PrefillPlan<'_> {
                 Box::pin(plan.run(dispatcher, active)).await
             }
             PrefillPlan::HeaderOnly | PrefillPlan::Call(_) | PrefillPlan::Mirror(_) => {
-                Ok(PrefillOutcome {
-                    active,
-                    body: None,
-                    mirror_to: None,
-                    remote_prefill: None,
-                })
+                Ok(PrefillOutcome::new(active))
             }
         }
     }
 }
 
-impl CallPlan<'_> {
+impl CallPlan {
     async fn run(
         self,
         dispatcher: &Dispatcher,
         active: ActiveRequest,
     ) -> Result<PrefillOutcome, RouteError> {
-        let record = PrefillRecord::new(self.executor, self.api, self.request.request.clone());
-        let prefilled = self.executor.run(dispatcher, self.request, active).await?;
+        let Self {
+            record,
+            handoff,
+            headers,
+        } = self;
+        let context = FallbackContext {
+            dispatcher,
+            request: &record.request,
+            headers,
+            decode_endpoint: None,
+        };
+        let mut outcome = record.prefill.run(context, handoff, active).await?;
         // A retry of a request without a KV handoff needs no second prefill.
-        let remote_prefill = prefilled
-            .body
-            .is_some()
-            .then(|| RemotePrefill::Call(Box::new(record)));
-        Ok(PrefillOutcome {
-            active: prefilled.active,
-            body: prefilled.body,
-            mirror_to: None,
-            remote_prefill,
-        })
+        if outcome.body.is_some() {
+            outcome.remote_prefill = Some(RemotePrefill::Call(Box::new(record)));
+        }
+        Ok(outcome)
     }
 }
 
@@ -313,12 +323,7 @@ impl MirrorPlan<'_> {
                 .ok(),
         };
         let pair = pair.ok_or(RouteError::NoPrefill)?;
-        Ok(PrefillOutcome {
-            active,
-            mirror_to: pair.mirror_target(),
-            body: Some(pair.body),
-            remote_prefill: Some(RemotePrefill::Mirror(Box::new(pair.mirrored_prefill))),
-        })
+        Ok(pair.into_outcome(active))
     }
 }
 

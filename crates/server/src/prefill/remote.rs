@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use bytes::Bytes;
 use warmroute_core::router::RouteError;
 
 use super::mirror::{MirroredPrefill, PrefillEvent};
-use super::retry::{PrefillRecord, RetriedRequest};
+use super::plan::PrefillOutcome;
+use super::retry::{CopiedRequest, PrefillRecord};
 use crate::dispatch::{ActiveRequest, Dispatcher};
 
 /// A prefill on another worker.
@@ -15,16 +15,6 @@ pub enum RemotePrefill {
     Call(Box<PrefillRecord>),
     /// Both workers received the request.
     Mirror(Box<MirroredPrefill>),
-}
-
-/// A request that was prefilled again for another decode worker.
-pub struct RepeatedPrefill {
-    /// Its reservations.
-    pub active: Box<ActiveRequest>,
-    /// Its new prefill.
-    pub remote_prefill: RemotePrefill,
-    /// Its new body.
-    pub body: Bytes,
 }
 
 impl RemotePrefill {
@@ -53,29 +43,18 @@ impl RemotePrefill {
     }
 
     /// Prefills the request again for its new decode worker.
-    pub async fn retry(
+    pub(crate) async fn retry(
         self,
         dispatcher: &Dispatcher,
-        mut active: Box<ActiveRequest>,
-        retried: RetriedRequest,
-    ) -> Result<RepeatedPrefill, RouteError> {
+        mut active: ActiveRequest,
+        retried: CopiedRequest,
+    ) -> Result<PrefillOutcome, RouteError> {
         match self {
             RemotePrefill::Mirror(mirrored) => {
-                let pair = mirrored.retry(dispatcher, &mut active, retried).await?;
-                Ok(RepeatedPrefill {
-                    active,
-                    remote_prefill: RemotePrefill::Mirror(Box::new(pair.mirrored_prefill)),
-                    body: pair.body,
-                })
+                let pair = mirrored.retry(dispatcher, &mut active, &retried).await?;
+                Ok(pair.into_outcome(active))
             }
-            RemotePrefill::Call(record) => {
-                let (active, body) = record.retry(dispatcher, *active, retried).await?;
-                Ok(RepeatedPrefill {
-                    active: Box::new(active),
-                    remote_prefill: RemotePrefill::Call(record),
-                    body,
-                })
-            }
+            RemotePrefill::Call(record) => record.retry(dispatcher, active, retried).await,
         }
     }
 }

@@ -21,63 +21,57 @@ use warmroute_core::worker::{WorkerEndpoint, WorkerId};
 use warmroute_tokens::openai::ApiKind;
 
 use super::client::{PrefillCall, PrefillError};
-use super::fallback::{PrefillRequest, SequentialPrefill, record_prefill_outcome};
+use super::fallback::{
+    FallbackContext, SequentialPrefill, audit_prefill_response, record_prefill_outcome,
+};
 use super::handoff::{KvHandoff, PrefillBody, PrefillResponse, StrippedBody, strip_kv_fields};
 use super::mirror::{BootstrapPair, MirrorContext, MirroredPrefill, PrefillMirror};
-use super::report;
+use super::plan::PrefillOutcome;
+use super::remote::RemotePrefill;
 use crate::dispatch::{ActiveRequest, Dispatcher, log_health_changes};
 
 /// Timeout of a connection attempt to a running worker.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// A request that Envoy retries.
+/// The parts of a client's request that a prefill worker receives.
 #[derive(Debug)]
-pub struct RetriedRequest {
-    /// The decode worker of this attempt.
-    pub upstream: WorkerEndpoint,
+pub struct CopiedRequest {
     /// Path of the request.
     pub path: String,
     /// Forwarded headers of the request.
     pub headers: HeaderMap,
-    /// Body of the previous attempt.
+    /// Body of the request, or of its previous attempt.
     pub body: Bytes,
+    /// The decode worker, if it is fixed.
+    pub decode_endpoint: Option<WorkerEndpoint>,
 }
 
-/// A request whose prefill was called, kept for a retry.
+/// A request whose prefill is called, kept for a retry.
 pub struct PrefillRecord {
-    prefill: Arc<SequentialPrefill>,
-    api: Option<ApiKind>,
-    request: RouteRequest,
+    pub(super) prefill: Arc<SequentialPrefill>,
+    pub(super) api: Option<ApiKind>,
+    pub(super) request: RouteRequest,
 }
 
 impl PrefillRecord {
-    /// Creates the record of a called prefill.
-    pub fn new(call: &Arc<SequentialPrefill>, api: Option<ApiKind>, request: RouteRequest) -> Self {
-        Self {
-            prefill: call.clone(),
-            api,
-            request,
-        }
-    }
-
-    /// Returns the maximum duration of another attempt.
+    /// Returns the maximum duration of an attempt.
     pub fn max_duration(&self) -> Duration {
         self.prefill.max_duration()
     }
 
-    /// Prefills the request again for its new decode worker. Returns its reservations and its new
-    /// body.
-    pub async fn retry(
-        &self,
+    /// Prefills the request again for its new decode worker.
+    pub(super) async fn retry(
+        self: Box<Self>,
         dispatcher: &Dispatcher,
         mut active: ActiveRequest,
-        RetriedRequest {
-            upstream: to,
+        retried: CopiedRequest,
+    ) -> Result<PrefillOutcome, RouteError> {
+        let CopiedRequest {
             headers,
             body,
+            decode_endpoint,
             ..
-        }: RetriedRequest,
-    ) -> Result<(ActiveRequest, Bytes), RouteError> {
+        } = retried;
         probe_decode_worker(dispatcher, &mut active).await;
         // The KV transfer parameters of the first attempt must not be used again, even if the new
         // prefill fails.
@@ -86,37 +80,29 @@ impl PrefillRecord {
             StrippedBody::Changed(body) => body,
             StrippedBody::Unreadable => return Err(RouteError::NoCandidate),
         };
-        let request = self.request.clone();
         let replaced = RouteRequest {
             phases: PhaseSelection::PrefillFirst { failed: Vec::new() },
-            ..request.clone()
+            ..self.request.clone()
         };
-        dispatcher.reroute(&mut active, replaced, Some(to))?;
-        let Ok(handoff) = KvHandoff::new(self.api, self.prefill.protocol, &body) else {
-            return Ok((active, body));
+        dispatcher.reroute(&mut active, replaced, decode_endpoint)?;
+        let outcome = match KvHandoff::new(self.api, self.prefill.protocol, &body) {
+            Ok(handoff) => {
+                let context = FallbackContext {
+                    dispatcher,
+                    request: &self.request,
+                    headers,
+                    decode_endpoint,
+                };
+                self.prefill.run(context, handoff, active).await?
+            }
+            Err(_) => PrefillOutcome::new(active),
         };
-        let request = PrefillRequest {
-            request,
-            handoff,
-            headers,
-            decode_endpoint: Some(to),
-        };
-        let prefilled = self.prefill.run(dispatcher, request, active).await?;
-        Ok((prefilled.active, prefilled.body.unwrap_or(body)))
+        Ok(PrefillOutcome {
+            body: outcome.body.or(Some(body)),
+            remote_prefill: Some(RemotePrefill::Call(self)),
+            ..outcome
+        })
     }
-}
-
-/// The parts of a mirrored copy.
-#[derive(Debug)]
-pub struct MirrorCopy {
-    /// Path of the request.
-    pub path: String,
-    /// Forwarded headers of the request.
-    pub headers: HeaderMap,
-    /// Body of the request.
-    pub body: Bytes,
-    /// The decode worker, if it is fixed.
-    pub decode_endpoint: Option<WorkerEndpoint>,
 }
 
 impl PrefillMirror {
@@ -127,7 +113,7 @@ impl PrefillMirror {
         dispatcher: &Dispatcher,
         active: &mut ActiveRequest,
         context: MirrorContext,
-        copy: &MirrorCopy,
+        copy: &CopiedRequest,
     ) -> Result<BootstrapPair, RouteError> {
         let router = dispatcher.router();
         let mut failed = context.failed_workers.clone();
@@ -153,7 +139,7 @@ impl PrefillMirror {
             );
             let mut pair = pair.ok_or(RouteError::NoPrefill)?;
             let call = PrefillCall {
-                worker: pair.prefill,
+                worker: pair.mirrored_prefill.worker,
                 path: copy.path.clone(),
                 headers: copy.headers.clone(),
                 body: PrefillBody::without_handoff(pair.body.clone()),
@@ -166,7 +152,7 @@ impl PrefillMirror {
                 }
                 Err(failure) => failure,
             };
-            debug!(worker = %pair.prefill, %failure, "prefill failed to start");
+            debug!(worker = %pair.mirrored_prefill.worker, %failure, "prefill failed to start");
             // The worker has received nothing.
             pair.mirrored_prefill.discard();
             if matches!(failure, PrefillError::LimitReached) {
@@ -200,7 +186,7 @@ impl PrefillMirror {
         let forecast = self.audit.forecast(&booked.route);
         let prompts = booked.prompts().to_vec();
         move |response: &PrefillResponse| {
-            report::audit_prefill_response(&audit, forecast, prompts, response.usage())
+            audit_prefill_response(&audit, forecast, prompts, response.usage())
         }
     }
 }
@@ -212,16 +198,11 @@ impl MirroredPrefill {
         self,
         dispatcher: &Dispatcher,
         active: &mut ActiveRequest,
-        retried: RetriedRequest,
+        copy: &CopiedRequest,
     ) -> Result<BootstrapPair, RouteError> {
         let context = self.context.clone();
         let mirror = self.mirror.clone();
-        let RetriedRequest {
-            upstream: to,
-            path,
-            headers,
-            body,
-        } = retried;
+        let to = copy.decode_endpoint;
         let mut failed = context.failed_workers.clone();
         failed.extend(failed_prefill_worker(dispatcher, active).await);
         drop(self);
@@ -229,20 +210,14 @@ impl MirroredPrefill {
             phases: PhaseSelection::Retry { failed },
             ..context.request.clone()
         };
-        let placed = dispatcher.reroute(active, replaced(failed.clone()), Some(to));
+        let placed = dispatcher.reroute(active, replaced(failed.clone()), to);
         // A failed prefill worker is better than none.
-        placed.or_else(|_| dispatcher.reroute(active, replaced(Vec::new()), Some(to)))?;
-        let copy = MirrorCopy {
-            path,
-            headers,
-            body,
-            decode_endpoint: Some(to),
-        };
+        placed.or_else(|_| dispatcher.reroute(active, replaced(Vec::new()), to))?;
         let context = MirrorContext {
             failed_workers: failed,
             ..context
         };
-        mirror.send_copy(dispatcher, active, context, &copy).await
+        mirror.send_copy(dispatcher, active, context, copy).await
     }
 }
 

@@ -17,7 +17,7 @@ use super::engine_tokens::TokenSources;
 use super::large_bodies::LargeBodies;
 use super::models::{ModelRegistry, ResolvedModel};
 use super::pool_routes::{PoolAuthorities, PoolRoutesConfig};
-use super::rewrite::{RequestedModel, RewriteRules, RewrittenBody};
+use super::rewrite::{BodyEdit, ModelRename, RequestedModel, RewriteRules};
 use super::routing_hints::HeaderLookup;
 use super::sessions::SessionsConfig;
 use super::shared_cache::SharedCacheLookup;
@@ -155,7 +155,7 @@ impl RequestPreprocessor {
         headers: HeaderLookup<'_>,
         body: &Bytes,
         random: f64,
-    ) -> Option<RewrittenBody> {
+    ) -> Option<BodyEdit> {
         let PreprocessorParts {
             rewrites,
             rewrite_headers,
@@ -188,11 +188,9 @@ impl RequestPreprocessor {
         let chosen = rewrites.choose_model(cluster.rewrites(), model, random);
         let served = chosen.filter(|name| !is_too_long(name))?.to_owned();
         // A body that is not a JSON object has no model. The engine rejects it.
-        let bytes: Bytes = openai::json_edit::set_model(body, &served)?.into();
-        Some(RewrittenBody {
-            bytes,
-            served,
-            requested,
+        Some(BodyEdit {
+            body: openai::json_edit::set_model(body, &served)?.into(),
+            model_rename: requested.map(|requested| ModelRename { served, requested }),
         })
     }
 

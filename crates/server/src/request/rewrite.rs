@@ -69,15 +69,33 @@ pub struct RequestedModel<'a> {
     pub pool: Option<&'a str>,
 }
 
-/// A request body with another model than the client requested.
+/// Replacement of a request body.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RewrittenBody {
-    /// The body.
-    pub bytes: Bytes,
-    /// The model in the body.
+pub struct BodyEdit {
+    /// The new body.
+    pub body: Bytes,
+    /// Model name to restore in the response.
+    pub model_rename: Option<ModelRename>,
+}
+
+impl BodyEdit {
+    /// Replaces the body and keeps the model name to restore.
+    pub(crate) fn replace_body(before: Option<Self>, body: Option<Bytes>) -> Option<Self> {
+        let Some(body) = body else { return before };
+        Some(Self {
+            body,
+            model_rename: before.and_then(|edit| edit.model_rename),
+        })
+    }
+}
+
+/// A model that is served under another name than the client requested.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelRename {
+    /// Model name for the engine.
     pub served: String,
-    /// The model that the client requested; `None` if the body named none.
-    pub requested: Option<String>,
+    /// Model name for the client.
+    pub requested: String,
 }
 
 impl From<&RewritesConfig> for RewriteRules {

@@ -79,7 +79,6 @@ pub struct UsageScanner {
     content_events: u64,
     content_tokens: u64,
     evidence: OutputEvidence,
-    skipped_events: u64,
     is_complete: bool,
 }
 
@@ -139,11 +138,6 @@ impl UsageScanner {
     /// Returns the strongest evidence of output so far.
     pub fn evidence(&self) -> OutputEvidence {
         self.evidence
-    }
-
-    /// Returns the number of lines and events that were too long or could not be parsed.
-    pub fn skipped_events(&self) -> u64 {
-        self.skipped_events
     }
 
     /// Returns true if the stream reported its end.
@@ -221,10 +215,7 @@ impl UsageScanner {
                 let whole = std::mem::take(&mut self.document);
                 self.read(&whole);
             }
-            Some(long) => match long.into_counts() {
-                Some(counts) => self.counts = Some(counts),
-                None => self.skipped_events += 1,
-            },
+            Some(long) => self.counts = long.into_counts(),
         }
     }
 
@@ -239,7 +230,6 @@ impl UsageScanner {
 
     fn end_line(&mut self) {
         if std::mem::take(&mut self.line.is_too_long) {
-            self.skipped_events += 1;
             self.event.is_invalid = true;
             return;
         }
@@ -256,7 +246,6 @@ impl UsageScanner {
     fn extend_event(&mut self, data: &[u8]) {
         let event = &mut self.event;
         if event.data.len() + data.len() >= MAX_EVENT_BYTES {
-            self.skipped_events += u64::from(!event.is_invalid);
             event.is_invalid = true;
         }
         if event.is_invalid {
@@ -295,7 +284,6 @@ impl UsageScanner {
 
     fn read(&mut self, json: &[u8]) {
         let Some(parsed) = response_event::parse_event(json) else {
-            self.skipped_events += 1;
             // Text that is not JSON has an unknown format.
             if !json.trim_ascii().is_empty() {
                 self.evidence = OutputEvidence::Content;

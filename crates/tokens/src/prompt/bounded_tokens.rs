@@ -4,10 +4,12 @@
 use std::borrow::Cow;
 
 use super::error::EncodeError;
-use super::pieces::{self, StopReason, TokenBudget};
-use super::resume::{PromptTokens, ResumableText, ResumingTokenizer, UnframedTokens};
+use super::pieces::{self, LeadingTokens, StopReason, TokenBudget};
+use super::resume::{PromptTokens, ResumableText, ResumingTokenizer};
 use super::tokenizer_parts::SpecialTokenFrame;
-use super::truncation::{retained_range, text_token_limit, truncate_tokens, truncation_limit};
+use super::truncation::{
+    retained_range, text_token_limit, truncate_encoding, truncate_tokens, truncation_limit,
+};
 use super::{Encoder, PromptSource, RenderedPrompt, tokenizer_error};
 use crate::openai::TruncationSide;
 
@@ -160,9 +162,8 @@ impl Encoder {
         if let Some(text_limit) =
             text_limit.filter(|_| !truncation.includes_special_tokens && stopped.is_none())
         {
-            unframed.retain_range(|length| {
-                Ok::<_, EncodeError>(retained_range(length, text_limit, truncation.side))
-            })?;
+            let retained = retained_range(unframed.ids.len(), text_limit, truncation.side);
+            unframed.retain_range(retained);
         }
         let tokens = self.add_frame(unframed, frame);
         let tokens = match truncation.max_tokens {
@@ -182,7 +183,7 @@ impl Encoder {
         text: &ResumableText<'_>,
         reuse: Option<PrefixReuse<'_>>,
         budget: &TokenBudget<'_>,
-    ) -> Result<UnframedTokens, EncodeError> {
+    ) -> Result<LeadingTokens, EncodeError> {
         if let Some(PrefixReuse {
             tokenizer,
             cache_namespace,
@@ -199,15 +200,13 @@ impl Encoder {
                 "tokenization after the cached prefix failed".to_owned(),
             ));
         }
-        pieces::tokenize_pieces(&self.tokenizer, text.text(), budget)
-            .map(UnframedTokens::from)
-            .map_err(tokenizer_error)
+        pieces::tokenize_pieces(&self.tokenizer, text.text(), budget).map_err(tokenizer_error)
     }
 
     /// Adds special tokens, and attaches the resume points.
     fn add_frame(
         &self,
-        unframed: UnframedTokens,
+        unframed: LeadingTokens,
         frame: Option<&SpecialTokenFrame>,
     ) -> PromptTokens {
         let ids = match frame {
@@ -236,16 +235,39 @@ impl Encoder {
             });
         }
         let PromptTruncation {
-            max_tokens,
-            side,
-            includes_special_tokens,
-            ..
+            max_tokens, side, ..
         } = truncation;
-        let tokens =
-            self.post_processed_ids(text, max_tokens.filter(|_| !includes_special_tokens), side)?;
+        let tokens = self.post_processed_ids(text, truncation)?;
         Ok(BoundedTokens::from_ids(
             truncate_tokens(&tokens, max_tokens, side),
             budget,
         ))
+    }
+
+    fn post_processed_ids(
+        &self,
+        text: &str,
+        truncation: PromptTruncation,
+    ) -> Result<Vec<u32>, EncodeError> {
+        let library = self.tokenizer.library();
+        let encode = |text, special| library.encode_fast(text, special).map_err(tokenizer_error);
+        let encoding = match truncation.max_tokens {
+            Some(limit) if !truncation.includes_special_tokens => {
+                let text_limit = text_token_limit(limit, encode("", true)?.len())?;
+                let bare = truncate_encoding(encode(text, false)?, text_limit, truncation.side);
+                library
+                    .post_process(bare, None, true)
+                    .map_err(tokenizer_error)?
+            }
+            _ => encode(text, true)?,
+        };
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    fn check_special_tokens(&self, special: bool) -> Result<(), EncodeError> {
+        match &self.special_tokens_mismatch {
+            Some(mismatch) if special => Err(EncodeError::uncertain(mismatch.as_str())),
+            _ => Ok(()),
+        }
     }
 }

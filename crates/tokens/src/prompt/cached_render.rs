@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use super::engine::EngineKind;
 use super::error::EncodeError;
+use super::media_renderer::MediaDisplay;
 use super::resume::{ConversationCheckpoint, ResumableText, ResumingTokenizer};
 use super::template::{ChatTemplates, RenderedChat, TokenExactness};
 use super::{Encoder, PromptSource, RenderedPrompt};
@@ -32,8 +33,8 @@ impl Encoder {
                 // The found prefix may be the one that other conversations continue, and the
                 // stored one is that of the next turn.
                 let prefixes = [reuse.found, reuse.stored];
-                let rendered =
-                    templates.render_with_checkpoints(chat, &prefix_lengths(prefixes))?;
+                let lengths = prefix_lengths(prefixes);
+                let rendered = templates.render_as(chat, MediaDisplay::Rejected, &lengths)?;
                 let checkpoints = conversation_checkpoints(prefixes, &rendered);
                 let text = ResumableText::new(Cow::Owned(rendered.text), checkpoints);
                 (text, rendered.exactness)

@@ -114,23 +114,28 @@ pub(super) enum TemplateField<'p> {
 }
 
 impl<'m> TemplatePart<'m> {
+    /// Returns the keys that the engine knows, with their values.
+    fn known_fields(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let (kind, value) = match &self.kind {
+            TemplatePartKind::Text(text) => ("text", Some(("text", &**text))),
+            TemplatePartKind::Media(modality) => (modality.as_str(), None),
+            TemplatePartKind::Reference(name) => ("tool_reference", Some(("name", *name))),
+        };
+        std::iter::once(("type", kind)).chain(value)
+    }
+
     /// Returns a field of the part.
     pub(super) fn field(&self, key: &str) -> Option<TemplateField<'_>> {
-        let known = match (&self.kind, key) {
-            (TemplatePartKind::Text(_), "type") => Some("text"),
-            (TemplatePartKind::Text(text), "text") => Some(&**text),
-            (TemplatePartKind::Media(modality), "type") => Some(modality.as_str()),
-            (TemplatePartKind::Reference(_), "type") => Some("tool_reference"),
-            (TemplatePartKind::Reference(name), "name") => Some(*name),
-            _ => None,
-        };
         let more = || {
             self.unknown_keys
                 .iter()
                 .find(|(known, _)| known == key)
                 .map(|(_, value)| TemplateField::Value(value))
         };
-        known.map(TemplateField::Text).or_else(more)
+        self.known_fields()
+            .find(|(known, _)| *known == key)
+            .map(|(_, text)| TemplateField::Text(text))
+            .or_else(more)
     }
 
     fn text(&self) -> Option<&str> {
@@ -147,27 +152,11 @@ impl<'m> TemplatePart<'m> {
         }
     }
 
-    fn into_text(self) -> Option<Cow<'m, str>> {
-        match self.kind {
-            TemplatePartKind::Text(text) => Some(text),
-            TemplatePartKind::Media(_) | TemplatePartKind::Reference(_) => None,
-        }
-    }
-
     fn into_value(self) -> Value {
-        let mut dict = match self.kind {
-            TemplatePartKind::Text(text) => PythonDict::from_iter([
-                ("type", Value::from("text")),
-                ("text", Value::from(&*text)),
-            ]),
-            TemplatePartKind::Media(modality) => {
-                PythonDict::from_iter([("type", Value::from(modality.as_str()))])
-            }
-            TemplatePartKind::Reference(name) => PythonDict::from_iter([
-                ("type", Value::from("tool_reference")),
-                ("name", Value::from(name)),
-            ]),
-        };
+        let known = self
+            .known_fields()
+            .map(|(key, text)| (key, Value::from(text)));
+        let mut dict = PythonDict::from_iter(known);
         for (key, value) in self.unknown_keys {
             dict.push(&key, value);
         }
@@ -327,14 +316,15 @@ fn parts_as_list<'p>(
         pieces.push(TemplatePart { kind, unknown_keys });
     }
     // The engine always joins the texts of a tool message, because few templates support a list.
-    if message.role == "tool" && pieces.iter_mut().all(|piece| piece.text_mut().is_some()) {
-        let texts: Vec<_> = pieces
-            .into_iter()
-            .filter_map(TemplatePart::into_text)
-            .collect();
-        return Ok(TemplateContent::Text(Cow::Owned(texts.join("\n"))));
+    if message.role == "tool" && pieces.iter().all(|piece| piece.text().is_some()) {
+        return Ok(TemplateContent::Text(Cow::Owned(join_texts(&pieces))));
     }
     Ok(TemplateContent::Parts(pieces))
+}
+
+fn join_texts(parts: &[TemplatePart<'_>]) -> String {
+    let texts: Vec<&str> = parts.iter().filter_map(TemplatePart::text).collect();
+    texts.join("\n")
 }
 
 /// Joins the parts to one text. Placeholders of media items precede it unless the text already
@@ -445,13 +435,7 @@ pub(super) fn merge_developer_messages(
         .map(|turn| match turn.content {
             TemplateContent::Text(text) => text,
             TemplateContent::Message(text) => Cow::Borrowed(&**text),
-            TemplateContent::Parts(parts) => Cow::Owned(
-                parts
-                    .into_iter()
-                    .filter_map(TemplatePart::into_text)
-                    .collect::<Vec<_>>()
-                    .join("\n"),
-            ),
+            TemplateContent::Parts(parts) => Cow::Owned(join_texts(&parts)),
         })
         .filter(|text| !text.is_empty())
         .collect();

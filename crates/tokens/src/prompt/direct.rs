@@ -32,16 +32,6 @@ pub(super) struct RenderOutput {
     pub(super) checkpoints: Vec<CheckpointPosition>,
 }
 
-impl RenderOutput {
-    /// Creates an output without checkpoints.
-    pub(super) fn whole(text: String) -> Self {
-        Self {
-            text,
-            checkpoints: Vec::new(),
-        }
-    }
-}
-
 /// A compiled template and its clock.
 pub(super) struct DirectRenderer {
     plan: RenderPlan,
@@ -87,9 +77,7 @@ impl DirectRenderer {
         // Reserves space for the text that templates add around each message.
         let mut text = String::with_capacity(texts + 64 * turns.len() + 256);
         let checkpoints = PlanRun::new(turns, slots, &self.plan.macros, &self.clock)
-            .starting_at(start)
-            .with_prefix_lengths(prefix_lengths)
-            .run(&self.plan.steps, &mut text)
+            .run(&self.plan.steps, start, prefix_lengths, &mut text)
             .ok()?;
         Some(RenderOutput { text, checkpoints })
     }

@@ -10,7 +10,6 @@
 pub(crate) mod hard_texts;
 mod long_s;
 mod long_words;
-mod single_core;
 mod verified;
 
 use fastokens::NewToken;
@@ -46,7 +45,7 @@ pub(super) struct BaseFastTokenizer(FastTokenizer);
 impl BaseFastTokenizer {
     /// Builds the tokenizer from its serialized form. The error is the reason why it is unsupported.
     pub(super) fn new(written: Value) -> Result<Self, &'static str> {
-        if !single_core::limit_to_one_core() {
+        if !limit_to_one_core() {
             return Err("the fast library uses its own threads");
         }
         let long_words = LongWordEncoder::new(long_words::has_ordered_merges(&written));
@@ -136,6 +135,40 @@ impl FastTokenizer {
         self.tokenizer.encode_with_special_tokens(text, false).ok()
     }
 }
+
+/// Prevents the fast library from starting threads. Returns false if that is not possible. By
+/// default, the library distributes long texts over spinning threads, one for each available core,
+/// although the cores are busy with other requests. It reads the number of cores only once, so the
+/// first call runs on a thread that is pinned to one core.
+fn limit_to_one_core() -> bool {
+    std::thread::scope(|scope| {
+        let pinned = scope.spawn(|| {
+            pin_to_one_core();
+            // The first call reads the number of cores, and the library caches it.
+            fastokens::fanout::threads()
+        });
+        // After a panic, the call below reads the number of all cores.
+        let _ = pinned.join();
+    });
+    fastokens::fanout::threads() <= 1
+}
+
+#[cfg(target_os = "linux")]
+fn pin_to_one_core() {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    let Ok(all) = sched_getaffinity(None) else {
+        return;
+    };
+    if let Some(first) = (0..CpuSet::MAX_CPU).find(|core| all.is_set(*core)) {
+        let mut one = CpuSet::new();
+        one.set(first);
+        // If pinning is not permitted, the fast library is not used.
+        let _ = sched_setaffinity(None, &one);
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn pin_to_one_core() {}
 
 #[cfg(test)]
 pub(crate) mod tests;

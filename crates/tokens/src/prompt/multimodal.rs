@@ -16,7 +16,7 @@ use super::media::{
 use super::media_renderer::{MARK, MediaDisplay};
 use super::pieces::TokenBudget;
 use super::resume::PromptTokens;
-use super::template::{ChatTemplates, TokenExactness};
+use super::template::{ChatTemplates, RenderedChat, TokenExactness};
 use super::{Encoder, PromptSource, RenderedPrompt};
 use crate::openai::{ApiRequest, ChatPrompt, MediaModality, PromptInput, TokenizationOptions};
 
@@ -88,8 +88,9 @@ impl Encoder {
         items: &[(MediaModality, ResolvedMediaItem)],
         options: TokenizeOptions<'_>,
     ) -> Result<MultimodalPrompt, EncodeError> {
-        let (text, _) = templates.render_as(chat, MediaDisplay::AsEngine(&self.media_rules))?;
-        let BoundedTokens { tokens, stopped } = self.tokenize_one(&text, options)?;
+        let show = MediaDisplay::AsEngine(&self.media_rules);
+        let rendered = templates.render_as(chat, show, &[])?;
+        let BoundedTokens { tokens, stopped } = self.tokenize_one(&rendered.text, options)?;
         expand_placeholders(tokens, items, &self.media_rules, stopped.is_none())
     }
 
@@ -100,14 +101,14 @@ impl Encoder {
         items: &[(MediaModality, ResolvedMediaItem)],
         options: TokenizeOptions<'_>,
     ) -> Result<MultimodalPrompt, EncodeError> {
-        let (marked, _) =
-            templates.render_as(chat, MediaDisplay::WithMark(&self.media_rules, items.len()))?;
+        let with_mark = MediaDisplay::WithMark(&self.media_rules, items.len());
+        let marked = templates.render_as(chat, with_mark, &[])?.text;
         let place = marked
             .find(MARK)
             .ok_or_else(|| EncodeError::uncertain("the template does not render an item"))?;
         let (tokens, min_tokens) =
-            match templates.render_as(chat, MediaDisplay::AsEngine(&self.media_rules)) {
-                Ok((shown, _)) => {
+            match templates.render_as(chat, MediaDisplay::AsEngine(&self.media_rules), &[]) {
+                Ok(RenderedChat { text: shown, .. }) => {
                     let before = &shown[..common_prefix_len(&shown, &marked[..place])];
                     let all = self.prompt_tokens(&shown, options)?;
                     let min_tokens = all.len();

@@ -23,6 +23,8 @@
 //! A long stretch without joints, or any text of another tokenizer, is one piece, up to a maximum
 //! length in bytes.
 
+use std::ops::Range;
+
 use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer};
 
@@ -82,12 +84,26 @@ pub enum StopReason {
     Deadline,
 }
 
-/// First tokens of a text.
+/// First tokens of a text without special tokens, and its resume points.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct LeadingTokens {
     pub(super) ids: Vec<u32>,
     /// Reason why tokens are missing; `None` if the text is complete.
     pub(super) stopped: Option<StopReason>,
+    /// Hash of each resume point and the number of tokens before it.
+    pub(super) points: Vec<(u128, usize)>,
+}
+
+impl LeadingTokens {
+    /// Retains only the tokens in a range.
+    pub(super) fn retain_range(&mut self, Range { start, end }: Range<usize>) {
+        if start > 0 {
+            self.points.clear();
+        }
+        self.points.retain(|(_, tokens)| *tokens <= end);
+        self.ids.truncate(end);
+        self.ids.drain(..start);
+    }
 }
 
 /// Tokenizes a text within a budget.
@@ -125,7 +141,11 @@ pub(super) fn tokenize_pieces(
     let stopped =
         stopped.or_else(|| (ids.len() > budget.max_tokens).then_some(StopReason::TooLong));
     ids.truncate(budget.max_tokens);
-    Ok(LeadingTokens { ids, stopped })
+    Ok(LeadingTokens {
+        ids,
+        stopped,
+        points: Vec::new(),
+    })
 }
 
 /// Returns the end of the piece that starts at `from`: the last joint within `piece_bytes`, else

@@ -34,7 +34,6 @@ mod boundary_tokens;
 pub(super) mod prompt_tokens;
 mod rendered_prefix;
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use tokenizers::Tokenizer;
@@ -51,25 +50,12 @@ pub(super) use rendered_prefix::{CachedPrefix, ConversationCheckpoint, Resumable
 /// Separates text hashes from other uses of the key.
 const TEXT_DOMAIN: &[u8] = b"text";
 
-/// Tokens of a text without special tokens, and its resume points.
-pub(super) struct UnframedTokens {
-    pub(super) ids: Vec<u32>,
-    /// Reason why tokens are missing; `None` if the text is complete.
-    pub(super) stopped: Option<StopReason>,
-    /// Hash of each resume point and the number of tokens before it.
-    pub(super) points: Vec<(u128, usize)>,
-}
-
 /// Tokens of the beginning of a text while it is tokenized.
 struct TokenizedPrefix<'t> {
     text: &'t str,
-    ids: Vec<u32>,
-    /// Hash of each resume point and the number of tokens before it.
-    points: Vec<(u128, usize)>,
+    tokens: LeadingTokens,
     /// Pieces that were not cached.
     new_pieces: Vec<(u128, SharedCachedValue)>,
-    /// Reason why tokens are missing; `None` if the text is complete.
-    stopped: Option<StopReason>,
 }
 
 impl<'t> TokenizedPrefix<'t> {
@@ -82,18 +68,20 @@ impl<'t> TokenizedPrefix<'t> {
         max_tokens: usize,
     ) -> Self {
         let cached: usize = pieces.clone().map(|piece| piece.len()).sum();
-        let mut prefix = Self {
-            text,
+        let mut tokens = LeadingTokens {
             ids: Vec::with_capacity((cached + text.len() / 3).min(max_tokens)),
-            points: Vec::with_capacity(keys.len()),
-            new_pieces: Vec::new(),
             stopped: None,
+            points: Vec::with_capacity(keys.len()),
         };
         for (piece, key) in pieces.zip(keys) {
-            prefix.ids.extend_from_slice(piece);
-            prefix.points.push((*key, prefix.ids.len()));
+            tokens.ids.extend_from_slice(piece);
+            tokens.points.push((*key, tokens.ids.len()));
         }
-        prefix
+        Self {
+            text,
+            tokens,
+            new_pieces: Vec::new(),
+        }
     }
 }
 
@@ -128,7 +116,7 @@ impl ResumingTokenizer {
         input: &ResumableText<'_>,
         cache_namespace: Option<&str>,
         budget: &TokenBudget<'_>,
-    ) -> tokenizers::Result<Option<UnframedTokens>> {
+    ) -> tokenizers::Result<Option<LeadingTokens>> {
         // A found prefix contains its tokens, so it remains usable after a reload disables the cache.
         if self.cache.limit() == 0 && input.prefix().is_none() {
             return Ok(None);
@@ -153,21 +141,18 @@ impl ResumingTokenizer {
         let found = self.cache.find_leading(&keys[known.len()..]);
         let pieces = known.iter().chain(&found);
         let mut prefix = TokenizedPrefix::from_pieces(text, pieces, &keys, budget.max_tokens);
-        let resumed = prefix.ids.len();
+        let resumed = prefix.tokens.ids.len();
         self.tokenize_rest(tokenizer, &points, budget, &mut prefix)?;
         let TokenizedPrefix {
-            mut ids,
-            points: mut resume_points,
+            mut tokens,
             mut new_pieces,
-            mut stopped,
             ..
         } = prefix;
         // Cached tokens may exceed the budget.
-        if ids.len() > budget.max_tokens {
-            stopped = stopped.or(Some(StopReason::TooLong));
-            ids.truncate(budget.max_tokens);
+        if tokens.ids.len() > budget.max_tokens {
+            tokens.stopped = tokens.stopped.or(Some(StopReason::TooLong));
         }
-        resume_points.retain(|(_, tokens)| *tokens <= ids.len());
+        tokens.retain_range(0..budget.max_tokens);
         // If the fast path was disabled meanwhile, the tokens may be wrong and are not cached.
         if tokenizer.disabled_reason().is_some() != uses_library {
             new_pieces.clear();
@@ -179,12 +164,9 @@ impl ResumingTokenizer {
             used_keys.push(prefix.key);
         }
         self.cache.store(&used_keys, new_pieces);
-        self.cache.record_lookup(resumed.min(ids.len()), ids.len());
-        Ok(Some(UnframedTokens {
-            ids,
-            stopped,
-            points: resume_points,
-        }))
+        let length = tokens.ids.len();
+        self.cache.record_lookup(resumed.min(length), length);
+        Ok(Some(tokens))
     }
 
     /// Tokenizes the text after the cached pieces, piece by piece, and appends it to `prefix`.
@@ -195,26 +177,30 @@ impl ResumingTokenizer {
         budget: &TokenBudget<'_>,
         prefix: &mut TokenizedPrefix<'_>,
     ) -> tokenizers::Result<()> {
-        let text = prefix.text;
-        let cached = prefix.points.len();
+        let TokenizedPrefix {
+            text,
+            tokens,
+            new_pieces,
+        } = prefix;
+        let cached = tokens.points.len();
         let mut last = cached.checked_sub(1).map(|at| points[at]);
         for point in &points[cached..] {
-            let rest = budget.remaining_after(prefix.ids.len());
+            let rest = budget.remaining_after(tokens.ids.len());
             let mut piece = self.tokenize_after(tokenizer, &text[..point.end], last, &rest)?;
-            prefix.ids.extend_from_slice(&piece.ids);
-            prefix.stopped = piece.stopped;
-            if prefix.stopped.is_some() {
+            tokens.ids.extend_from_slice(&piece.ids);
+            tokens.stopped = piece.stopped;
+            if tokens.stopped.is_some() {
                 return Ok(());
             }
-            prefix.points.push((point.key, prefix.ids.len()));
+            tokens.points.push((point.key, tokens.ids.len()));
             piece.ids.shrink_to_fit();
-            prefix.new_pieces.push((point.key, Arc::new(piece.ids)));
+            new_pieces.push((point.key, Arc::new(piece.ids)));
             last = Some(*point);
         }
-        let rest = budget.remaining_after(prefix.ids.len());
+        let rest = budget.remaining_after(tokens.ids.len());
         let piece = self.tokenize_after(tokenizer, text, last, &rest)?;
-        prefix.ids.extend(piece.ids);
-        prefix.stopped = piece.stopped;
+        tokens.ids.extend(piece.ids);
+        tokens.stopped = piece.stopped;
         Ok(())
     }
 
@@ -295,32 +281,5 @@ impl ResumingTokenizer {
         let points = (!points.is_empty())
             .then(|| ResumePoints::new(self.cache.clone(), self.key, frame.is_some(), points));
         PromptTokens::new(ids, points)
-    }
-}
-
-impl From<LeadingTokens> for UnframedTokens {
-    fn from(LeadingTokens { ids, stopped }: LeadingTokens) -> Self {
-        Self {
-            ids,
-            stopped,
-            points: Vec::new(),
-        }
-    }
-}
-
-impl UnframedTokens {
-    /// Retains only the tokens in a range, which depends on the number of tokens.
-    pub(super) fn retain_range<E>(
-        &mut self,
-        range: impl FnOnce(usize) -> Result<Range<usize>, E>,
-    ) -> Result<(), E> {
-        let Range { start, end } = range(self.ids.len())?;
-        if start > 0 {
-            self.points.clear();
-        }
-        self.points.retain(|(_, tokens)| *tokens <= end);
-        self.ids.truncate(end);
-        self.ids.drain(..start);
-        Ok(())
     }
 }

@@ -26,6 +26,7 @@ use super::python_methods::{self, TemplateClock};
 use super::{continuation, sglang, template_support};
 use crate::openai::{ChatPrompt, JsonValue};
 pub(super) use checkpoints::RenderedChat;
+use checkpoints::can_resume;
 use request_support::{check_supported, is_kwarg_set, tools_of_kwargs};
 
 /// Maximum number of template instructions. They suffice for thousands of messages, and take about
@@ -134,7 +135,8 @@ impl ChatTemplates {
         &self,
         chat: &ChatPrompt,
     ) -> Result<(String, TokenExactness), EncodeError> {
-        self.render_as(chat, MediaDisplay::Rejected)
+        let rendered = self.render_as(chat, MediaDisplay::Rejected, &[])?;
+        Ok((rendered.text, rendered.exactness))
     }
 
     /// Returns true if the template of a conversation takes lists of parts.
@@ -150,12 +152,15 @@ impl ChatTemplates {
             .ok_or(EncodeError::NoTemplate)
     }
 
-    /// Renders the prompt of a conversation. `show` selects the treatment of media items.
+    /// Renders the prompt of a conversation. `show` selects the treatment of media items. Also
+    /// returns the last checkpoint of each requested prefix, if there is one. `prefix_lengths` are
+    /// the lengths of these prefixes in messages.
     pub(super) fn render_as(
         &self,
         chat: &ChatPrompt,
         show: MediaDisplay<'_>,
-    ) -> Result<(String, TokenExactness), EncodeError> {
+        prefix_lengths: &[usize],
+    ) -> Result<RenderedChat, EncodeError> {
         check_supported(chat)?;
         let template = self.template_for(chat)?;
         if self.engine == EngineKind::Sglang {
@@ -169,6 +174,11 @@ impl ChatTemplates {
             0,
             &mut MediaRenderer::new(show),
         )?;
+        let prefix_lengths = if can_resume(chat, &turns) {
+            prefix_lengths
+        } else {
+            &[]
+        };
         if !template.has_developer_role && turns.iter().any(|turn| turn.role == "developer") {
             turns = conversation::merge_developer_messages(turns);
         }
@@ -177,15 +187,14 @@ impl ChatTemplates {
             .continue_final_message
             .then(|| continuation::mark_last_message(&mut turns))
             .transpose()?;
-        let rendered = template.render_turns(turns, self.variables(chat)?, &[])?;
-        let (text, exactness) = rendered.into_text();
-        match continued {
-            None => Ok((text, exactness)),
-            Some(_) if !template.reads_content => {
-                Err(EncodeError::rejected("the template reads no content"))
+        let mut rendered = template.render_turns(turns, self.variables(chat)?, prefix_lengths)?;
+        if let Some(message) = continued {
+            if !template.reads_content {
+                return Err(EncodeError::rejected("the template reads no content"));
             }
-            Some(message) => Ok((continuation::truncate_at_mark(text, &message)?, exactness)),
+            rendered.text = continuation::truncate_at_mark(rendered.text, &message)?;
         }
+        Ok(rendered)
     }
 
     /// Returns the output of the direct renderer, if it supports the conversation, and of
@@ -217,7 +226,7 @@ impl ChatTemplates {
         &self,
         template: &CompiledTemplate,
         chat: &ChatPrompt,
-    ) -> Result<(String, TokenExactness), EncodeError> {
+    ) -> Result<RenderedChat, EncodeError> {
         sglang::check_supported(chat)?;
         if self.named.len() > 1 {
             return Err(EncodeError::uncertain(
@@ -240,7 +249,7 @@ impl ChatTemplates {
             Err(EncodeError::Render(_)) if chat.tools.is_some() => Err(EncodeError::uncertain(
                 "SGLang renders again if the template fails",
             )),
-            rendered => rendered.map(RenderedChat::into_text),
+            rendered => rendered,
         }
     }
 
@@ -404,7 +413,9 @@ impl CompiledTemplate {
     }
 
     fn render(&self, variables: Value) -> Result<RenderedChat, EncodeError> {
-        self.check_rendered(RenderOutput::whole(render_in(&self.env, variables)?))
+        let text = render_in(&self.env, variables)?;
+        let checkpoints = Vec::new();
+        self.check_rendered(RenderOutput { text, checkpoints })
     }
 
     /// Returns a rendered text, or an error if it contains [`POISON`].

@@ -1,6 +1,9 @@
 mod cached_conversations;
 mod render_options;
 
+use std::path::Path;
+use std::sync::Arc;
+
 use serde::Deserialize;
 use serde_json::{Value as Json, json};
 use tokenizers::{Encoding, Token, TruncationDirection};
@@ -8,7 +11,7 @@ use tokenizers::{Encoding, Token, TruncationDirection};
 use super::model_files::TemplateSources;
 use super::template::ChatTemplates;
 use super::truncation::truncate_encoding;
-use super::{EncodeError, EngineKind, TokenExactness};
+use super::{Config, EncodeError, Encoder, EngineKind, ModelTraits, TokenExactness};
 use crate::openai::{self, ApiKind, ChatPrompt, JsonValue, PromptInput, TruncationSide};
 
 fn chat(request: &Json) -> ChatPrompt {
@@ -377,4 +380,27 @@ fn truncated_encoding_equals_tokenizer_truncation() {
             }
         }
     }
+}
+
+#[test]
+fn models_with_equal_tokenizers_share_it() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let files = Config {
+        tokenizer: root.join("examples/models/qwen2.5/tokenizer.json.gz"),
+        tokenizer_config: None,
+        chat_template: None,
+    };
+    let traits = |name: &str, class: Option<&str>| ModelTraits {
+        name: name.to_owned(),
+        tokenizer_class: class.map(str::to_owned),
+        ..ModelTraits::default()
+    };
+    let first = Encoder::load_with_traits(&files, &traits("first", None)).unwrap();
+    assert!(!first.tokenizer.has_fast_path());
+    let second = Encoder::load_with_fast_path(&files, &traits("second", None)).unwrap();
+    assert!(Arc::ptr_eq(&first.tokenizer, &second.tokenizer));
+    assert!(first.tokenizer.has_fast_path());
+    let other = traits("other", Some("TokenizersBackend"));
+    let other = Encoder::load_with_traits(&files, &other).unwrap();
+    assert!(!Arc::ptr_eq(&first.tokenizer, &other.tokenizer));
 }

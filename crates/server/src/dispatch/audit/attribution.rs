@@ -3,10 +3,12 @@
 //! of one response add up to its missed tokens, so sums over many responses do as well.
 
 use serde::{Deserialize, Serialize};
+use strum::{IntoStaticStr, VariantArray};
 
 use warmroute_core::index::EventCursor;
 use warmroute_core::router::{Mode, Reason, Route};
 use warmroute_core::worker::{BlockSize, ModelName, WorkerRank, WorkerRole};
+use warmroute_tokens::openai::usage::TokenUsage;
 
 /// Forecast for the worker rank that computes the prompt, made when the request was routed.
 #[derive(Clone, Debug, PartialEq)]
@@ -75,6 +77,16 @@ pub struct ReportedUsage {
     pub cached_tokens: u64,
 }
 
+impl ReportedUsage {
+    /// Returns the cache report in a usage; `None` if it has no number of cached tokens.
+    pub fn new(usage: TokenUsage) -> Option<Self> {
+        Some(Self {
+            prompt_tokens: usage.prompt_tokens,
+            cached_tokens: usage.cached_tokens?,
+        })
+    }
+}
+
 /// Observations between routing and response.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MissEvidence {
@@ -112,8 +124,22 @@ impl From<bool> for EventEvidence {
 }
 
 /// Cause of a difference between forecast and report.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Hash,
+    PartialOrd,
+    Ord,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum MissCause {
     /// Engines reuse whole blocks only, and never the last token.
     BlockAlignment,
@@ -144,44 +170,13 @@ pub enum MissCause {
     LoadOnly,
 }
 
-/// Fails to compile if `ALL` lacks a cause, as long as the last variant stays last.
-const _: () = assert!(MissCause::ALL.len() == MissCause::LoadOnly as usize + 1);
-
 impl MissCause {
     /// All causes.
-    pub const ALL: [Self; 13] = [
-        Self::BlockAlignment,
-        Self::NotCached,
-        Self::LoadBalancing,
-        Self::Evicted,
-        Self::StoredMeanwhile,
-        Self::BlockRounding,
-        Self::DroppedBlock,
-        Self::StaleIndex,
-        Self::Unknown,
-        Self::TokenMismatch,
-        Self::ServedElsewhere,
-        Self::Approximate,
-        Self::LoadOnly,
-    ];
+    pub const ALL: &'static [Self] = Self::VARIANTS;
 
     /// Returns the metric label.
     pub fn as_str(self) -> &'static str {
-        match self {
-            MissCause::BlockAlignment => "block_alignment",
-            MissCause::NotCached => "not_cached",
-            MissCause::LoadBalancing => "load_balancing",
-            MissCause::Evicted => "evicted",
-            MissCause::StoredMeanwhile => "stored_meanwhile",
-            MissCause::BlockRounding => "block_rounding",
-            MissCause::DroppedBlock => "dropped_block",
-            MissCause::StaleIndex => "stale_index",
-            MissCause::Unknown => "unknown",
-            MissCause::TokenMismatch => "token_mismatch",
-            MissCause::ServedElsewhere => "served_elsewhere",
-            MissCause::Approximate => "approximate",
-            MissCause::LoadOnly => "load_only",
-        }
+        self.into()
     }
 
     /// Returns a human-readable description.

@@ -13,9 +13,8 @@ mod transcript;
 use super::*;
 use crate::ext_proc::headers::{self, RequestHead, ResponseHead};
 use crate::ext_proc::message::BodyMode;
-use crate::ext_proc::reply::{BodyEdit, ModelRename};
 use crate::ext_proc::wire::BodyPiece;
-use crate::request::{RequestBody, hint_headers};
+use crate::request::{BodyEdit, ModelRename, RequestBody, hint_headers};
 use transcript::{describe, describe_one};
 
 const CHAT: &str = "/v1/chat/completions";

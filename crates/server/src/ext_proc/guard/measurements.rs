@@ -8,11 +8,10 @@ use warmroute_core::load::FirstTokenObservation;
 use warmroute_core::router::Route;
 use warmroute_core::worker::ModelName;
 use warmroute_metrics::{ModelLabel, ModelRoleLabels, ResponseLabels};
-use warmroute_tokens::openai::usage::TokenUsage;
 
 use super::started_response::UsageScan;
 use super::{ExchangeEnd, ExchangeGuard};
-use crate::dispatch::audit::{AuditedResponse, CacheAudit, HitForecast, ReportedUsage};
+use crate::dispatch::audit::{CacheAudit, HitForecast, ReportedUsage};
 use crate::prefill::RemotePrefill;
 
 /// The response that carries the cache report of the worker that computes the prompt.
@@ -39,14 +38,6 @@ impl CacheReportSource {
             Some(_) => Self::NotReceived(route.model.clone()),
         }
     }
-}
-
-/// Returns the prompt tokens and cached tokens; `None` if the usage has no number of cached tokens.
-fn cache_report(usage: TokenUsage) -> Option<ReportedUsage> {
-    Some(ReportedUsage {
-        prompt_tokens: usage.prompt_tokens,
-        cached_tokens: usage.cached_tokens?,
-    })
 }
 
 fn model_label(labels: &ModelRoleLabels) -> ModelLabel {
@@ -155,7 +146,7 @@ impl ExchangeGuard {
                 .get_or_create(labels)
                 .observe(duration / (tokens - 1) as f64);
         }
-        if let Some(reported) = usage.and_then(cache_report)
+        if let Some(reported) = usage.and_then(ReportedUsage::new)
             && let Some(CacheReportSource::InResponse(forecast)) = &self.cache_report_source
         {
             self.audit.count_delivered_tokens(forecast, reported);
@@ -179,14 +170,8 @@ impl ExchangeGuard {
             Some(CacheReportSource::InPrefillResponse) | None => return,
         };
         let usage = response.usage();
-        let reported = usage.and_then(cache_report);
-        if let Some(reported) = reported.filter(|reported| reported.prompt_tokens > 0) {
-            let audited = AuditedResponse::new(forecast, reported, prompts)
-                .with_served_elsewhere(response.is_served_elsewhere);
-            self.audit.record_response(audited, Instant::now());
-        } else {
-            self.audit
-                .record_without_report(&forecast.model, usage.is_some());
-        }
+        let served_elsewhere = response.is_served_elsewhere;
+        self.audit
+            .record_usage(forecast, usage, prompts, served_elsewhere);
     }
 }

@@ -27,7 +27,6 @@ const REPORTED_USAGE: TokenUsage = TokenUsage {
 fn check(scanner: &UsageScanner) {
     assert_eq!(scanner.usage(), Some(REPORTED_USAGE));
     assert_eq!(scanner.content_events(), 3);
-    assert_eq!(scanner.skipped_events(), 0);
     assert!(scanner.is_complete());
 }
 
@@ -81,27 +80,21 @@ fn last_usage_counts_and_null_is_ignored() {
 }
 
 #[test]
-fn oversized_or_invalid_events_are_counted_as_skipped() {
+fn oversized_or_invalid_events_are_skipped() {
     let mut scanner = UsageScanner::default();
     let long = vec![b'x'; 700_000];
     scanner.push(b"data: ");
     scanner.push(&long);
     scanner.push(&long);
     scanner.push(b"\n\n");
-    assert_eq!(scanner.skipped_events(), 1);
     for _ in 0..2 {
         scanner.push(b"data: ");
         scanner.push(&long);
         scanner.push(b"\n");
     }
     scanner.push(b"\n");
-    assert_eq!(
-        scanner.skipped_events(),
-        2,
-        "lines within the limit that form an event beyond it"
-    );
+    assert_eq!(scanner.content_events(), 0);
     scanner.push(b"data: {broken\n\n");
-    assert_eq!(scanner.skipped_events(), 3);
     scanner.push(STREAM.as_bytes());
     assert_eq!(
         scanner.usage(),
@@ -139,14 +132,7 @@ fn document_usage_is_read_at_end() {
     let mut scanner = UsageScanner::new(ResponseEncoding::Document);
     scanner.push(br#"{"error": {"message": "no"}}"#);
     scanner.finish();
-    assert_eq!(
-        (
-            scanner.usage(),
-            scanner.content_events(),
-            scanner.skipped_events()
-        ),
-        (None, 0, 0)
-    );
+    assert_eq!((scanner.usage(), scanner.content_events()), (None, 0));
 }
 
 fn whole(body: &str) -> UsageScanner {
@@ -250,11 +236,7 @@ fn assert_usage(cases: &[(&str, Option<TokenUsage>, u64)]) {
             (*reported, *content),
             "{body}"
         );
-        assert_eq!(
-            (scanner.skipped_events(), scanner.is_complete()),
-            (0, true),
-            "{body}"
-        );
+        assert!(scanner.is_complete(), "{body}");
     }
 }
 
@@ -271,12 +253,8 @@ fn invalid_documents_are_skipped() {
     ] {
         let scanner = whole(body);
         assert_eq!(
-            (
-                scanner.usage(),
-                scanner.content_events(),
-                scanner.skipped_events()
-            ),
-            (None, 0, 1),
+            (scanner.usage(), scanner.content_events()),
+            (None, 0),
             "{body}"
         );
     }
@@ -300,13 +278,8 @@ fn responses_api_events_are_read() {
     ];
     let open = stream(&events);
     assert_eq!(
-        (
-            open.usage(),
-            open.content_events(),
-            open.is_complete(),
-            open.skipped_events()
-        ),
-        (None, 4, false, 0)
+        (open.usage(), open.content_events(), open.is_complete()),
+        (None, 4, false)
     );
     for (last, done) in [
         ("completed", true),
@@ -350,8 +323,8 @@ fn anthropic_usage_is_merged_from_two_events() {
     events.push(json!({"type": "message_stop"}));
     let ended = stream(&events);
     assert_eq!(
-        (ended.usage(), ended.is_complete(), ended.skipped_events()),
-        (usage(25, 9, Some(16)), true, 0)
+        (ended.usage(), ended.is_complete()),
+        (usage(25, 9, Some(16)), true)
     );
     // vLLM reports the prompt length only in the last event.
     events[0]["message"]["usage"] = json!({"input_tokens": 0, "output_tokens": 0});
@@ -386,11 +359,7 @@ fn only_usage_of_long_document_is_retained() {
             }
             scanner.finish();
             scanner.finish();
-            assert_eq!(
-                (scanner.usage(), scanner.skipped_events()),
-                (reported, u64::from(reported.is_none())),
-                "{size}"
-            );
+            assert_eq!(scanner.usage(), reported, "{size}");
         }
     }
 }
@@ -440,7 +409,7 @@ proptest! {
         once.finish();
         cut.finish();
         let reported = |scanner: &UsageScanner| {
-            (scanner.usage(), scanner.content_events(), scanner.skipped_events(), scanner.is_complete())
+            (scanner.usage(), scanner.content_events(), scanner.is_complete())
         };
         prop_assert_eq!(reported(&cut), reported(&once));
     }
@@ -518,16 +487,13 @@ proptest! {
             match event.as_slice() {
                 b"[DONE]" => expected.is_complete = true,
                 // Other tests cover data that is empty or has several lines.
-                event => match response_event::parse_event(event) {
-                    Some(reported) => {
-                        expected.content_events += u64::from(reported.content != EventContent::None);
-                        expected.content_tokens = expected.content_tokens.saturating_add(reported.content.tokens());
-                        expected.is_complete |= reported.is_last;
-                        if let Some(counts) = reported.counts {
-                            expected.counts.get_or_insert_default().merge(counts);
-                        }
+                event => if let Some(reported) = response_event::parse_event(event) {
+                    expected.content_events += u64::from(reported.content != EventContent::None);
+                    expected.content_tokens = expected.content_tokens.saturating_add(reported.content.tokens());
+                    expected.is_complete |= reported.is_last;
+                    if let Some(counts) = reported.counts {
+                        expected.counts.get_or_insert_default().merge(counts);
                     }
-                    None => expected.skipped_events += 1,
                 },
             }
         }
@@ -539,7 +505,7 @@ proptest! {
         prop_assert_eq!(scanner.content_events(), expected.content_events());
         prop_assert_eq!(scanner.output_tokens(), expected.output_tokens());
         prop_assert_eq!(scanner.usage(), expected.usage());
-        prop_assert_eq!((scanner.skipped_events(), scanner.is_complete()), (expected.skipped_events(), expected.is_complete()));
+        prop_assert_eq!(scanner.is_complete(), expected.is_complete());
     }
 }
 

@@ -2,7 +2,6 @@
 //! minijinja with the Python filters and methods of this crate.
 
 mod checkpoints;
-mod dependency_tracker;
 mod lookup;
 
 use std::cell::RefCell;
@@ -16,8 +15,8 @@ use super::plan::{LoopStep, PlanMacro, PlanStep, PlanTerm, VariableSlot};
 use super::value::{EvalResult, LoopCounter, TemplateValue, UnsupportedError, message_field};
 use crate::prompt::conversation::TemplateMessage;
 use crate::prompt::python_methods::{self, TemplateClock};
+use checkpoints::DependencyTracker;
 pub(crate) use checkpoints::{CheckpointPosition, RenderCheckpoint};
-use dependency_tracker::DependencyTracker;
 
 /// Maximum number of iterations and macro calls. minijinja renders longer runs and limits them by
 /// fuel.

@@ -12,6 +12,7 @@ use warmroute_property_tests::property_config;
 
 use crate::openai::{self, ApiKind, ChatPrompt, PromptInput};
 use crate::prompt::direct::CheckpointPosition;
+use crate::prompt::media_renderer::MediaDisplay;
 use crate::prompt::model_files::TemplateSources;
 use crate::prompt::template::ChatTemplates;
 
@@ -323,7 +324,7 @@ fn resumes_at_checkpoint(
     count: usize,
 ) -> bool {
     let Some((rendered, checkpoint, at)) = template
-        .render_with_checkpoints(first, &[count])
+        .render_as(first, MediaDisplay::Rejected, &[count])
         .ok()
         .and_then(|rendered| {
             let position = *rendered.checkpoints.first()?;
@@ -336,7 +337,7 @@ fn resumes_at_checkpoint(
         return false;
     };
     // The checkpoint of a resumed conversation equals that of the complete one.
-    let complete = template.render_with_checkpoints(other, &[other.messages.len()]);
+    let complete = template.render_as(other, MediaDisplay::Rejected, &[other.messages.len()]);
     let last_checkpoint = |checkpoints: &[CheckpointPosition]| {
         checkpoints.first().map(|position| position.checkpoint)
     };
@@ -410,7 +411,7 @@ fn common_conversations_have_checkpoints() {
         let template = compiled(templates_of_model(MODELS[number])).unwrap();
         let chat = common_conversation(tools);
         let last_checkpoint = |prefix_length: usize| {
-            let rendered = template.render_with_checkpoints(&chat, &[prefix_length]);
+            let rendered = template.render_as(&chat, MediaDisplay::Rejected, &[prefix_length]);
             let checkpoints = rendered.unwrap().checkpoints;
             checkpoints
                 .first()
@@ -434,7 +435,7 @@ fn last_checkpoint_precedes_final_tool_result() {
     let messages = [&turn[..], &turn[..], &turn[..]].concat();
     let chat = chat(&json!({"model": "m", "messages": messages})).unwrap();
     for prefix_length in 1..=messages.len() {
-        let rendered = template.render_with_checkpoints(&chat, &[prefix_length]);
+        let rendered = template.render_as(&chat, MediaDisplay::Rejected, &[prefix_length]);
         let position = rendered.unwrap().checkpoints[0];
         let message_count = position.checkpoint.message_count;
         // Each tool message depends on the next message.

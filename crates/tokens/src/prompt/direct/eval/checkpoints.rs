@@ -1,5 +1,7 @@
 //! Checkpoints of an evaluation: positions at which the rendering of another conversation can start.
 
+use std::cell::Cell;
+
 use super::PlanRun;
 use crate::prompt::direct::plan::PlanStep;
 use crate::prompt::direct::value::{EvalResult, MessageRange, UnsupportedError};
@@ -25,27 +27,62 @@ pub(crate) struct CheckpointPosition {
     pub(crate) text_length: usize,
 }
 
-impl<'a> PlanRun<'a> {
-    /// Sets the checkpoint at which the output begins.
-    pub(crate) fn starting_at(self, start: Option<RenderCheckpoint>) -> Self {
-        Self { start, ..self }
+/// Messages on which the output so far may depend.
+#[derive(Default)]
+pub(super) struct DependencyTracker {
+    /// Number of leading messages; `usize::MAX` if the output may depend on all messages, on their
+    /// number, or on the time.
+    leading: Cell<usize>,
+}
+
+impl DependencyTracker {
+    /// Records a value that depends on all messages, on their number, or on the time.
+    pub(super) fn record_all(&self) {
+        self.leading.set(usize::MAX);
     }
 
-    /// Requests the last checkpoint of the prefixes with these lengths.
-    pub(crate) fn with_prefix_lengths(self, prefix_lengths: &'a [usize]) -> Self {
-        Self {
-            prefix_lengths,
-            ..self
+    /// Records a dependency on the first `count` messages.
+    pub(super) fn record_leading(&self, count: usize) {
+        self.leading.set(self.leading.get().max(count));
+    }
+
+    /// Records the lookup of a message.
+    pub(super) fn record_item(&self, messages: MessageRange, index: i64) {
+        self.record_leading(messages.leading_count(index).unwrap_or(usize::MAX));
+    }
+
+    /// Records the bounds of a slice, which may depend on the number of messages.
+    pub(super) fn record_slice(
+        &self,
+        messages: MessageRange,
+        start: Option<i64>,
+        stop: Option<i64>,
+    ) {
+        let bounds = [start, stop].into_iter().flatten();
+        for bound in bounds.filter(|bound| *bound != 0) {
+            self.record_item(messages, bound.saturating_sub(1));
         }
     }
 
-    /// Evaluates all steps of a template. Returns the last checkpoint of each requested prefix that
-    /// has one.
+    /// Returns whether the output depends only on the first `count` messages.
+    pub(super) fn is_within(&self, count: usize) -> bool {
+        self.leading.get() <= count
+    }
+}
+
+impl<'a> PlanRun<'a> {
+    /// Evaluates all steps of a template, after the checkpoint `start` if it is set. Returns the
+    /// last checkpoint of each prefix that has one. `prefix_lengths` are the lengths of the
+    /// prefixes.
     pub(crate) fn run(
         mut self,
         steps: &'a [PlanStep],
+        start: Option<RenderCheckpoint>,
+        prefix_lengths: &'a [usize],
         out: &mut String,
     ) -> EvalResult<Vec<CheckpointPosition>> {
+        self.start = start;
+        self.prefix_lengths = prefix_lengths;
         self.steps(steps, out)?;
         // The loop of the start checkpoint was not reached.
         if self.start.is_some() {
