@@ -106,7 +106,7 @@ impl DecisionPipeline {
         change
             .added
             .iter()
-            .for_each(|member| load.open_slot(member.slot, member.rank, &member.worker.model));
+            .for_each(|member| load.join(member));
         router.set_fleet(change.fleet.into());
         let writers = (0..workers)
             .map(|slot| index.create_writer(RankSlot(slot)))
