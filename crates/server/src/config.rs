@@ -60,7 +60,7 @@ pub use predict::{ApproximateConfig, ApproximatePolicy};
 pub use process::{LogConfig, LogFormat, LogLevel, PoolConfig, ProcessSection};
 pub use reload::ReloadedConfig;
 pub use requests::RequestsSection;
-pub use routing::{HealthConfig, RoutingSection};
+pub use routing::RoutingSection;
 pub use tracking::{TrackingFamily, TrackingHashConfig};
 pub use workers::WorkersSection;
 
@@ -242,7 +242,7 @@ impl Config {
             prefill_required_models: Arc::new(self.enforced_models()),
             overload: self.routing.overload.thresholds(),
             when_all_overloaded: self.routing.overload.when_all,
-            health: self.routing.outlier_detection.rules(),
+            health: self.routing.outlier_detection,
             freshness: self.index.freshness.rules(),
             max_blocks_per_tier: Some(self.index.max_blocks_per_tier),
             max_fallbacks: self.gateway.fallback_endpoints as usize,

@@ -28,7 +28,7 @@ pub struct RoutingSection {
     /// Thresholds above which a worker receives no requests.
     pub overload: OverloadConfig,
     /// Ejection of workers after consecutive failures.
-    pub outlier_detection: HealthConfig,
+    pub outlier_detection: HealthRules,
     /// Requirement and conditions of remote prefills.
     pub disaggregation: DisaggregationConfig,
     /// Assignment of requests to pools of workers.
@@ -51,33 +51,5 @@ impl RoutingSection {
     /// Returns the settings of a policy with the configured weights.
     pub fn policy_settings(&self, policy: &PolicyConfig) -> PolicySettings {
         policy.settings(&self.weights)
-    }
-}
-
-/// The `routing.outlier_detection:` section.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct HealthConfig {
-    /// Failed requests in a row that eject a worker rank while other ranks of its model deliver.
-    /// Failures are lost connections, 5xx, empty responses and responses that are overdue. A 4xx or
-    /// a reported overload counts half. Lost connections need no comparison. 0: no ejection.
-    pub consecutive_failures: u32,
-}
-
-impl Default for HealthConfig {
-    fn default() -> Self {
-        Self {
-            consecutive_failures: HealthRules::default().consecutive_failures,
-        }
-    }
-}
-
-impl HealthConfig {
-    /// Returns the rules for the core.
-    pub fn rules(&self) -> HealthRules {
-        HealthRules {
-            consecutive_failures: self.consecutive_failures,
-            ..HealthRules::default()
-        }
     }
 }
