@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
+use strum::VariantArray;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, warn};
@@ -306,7 +307,7 @@ fn create_series(profile: &ListenerProfile, metrics: &Metrics) {
     start_at_zero(&listeners.connections_closed, reasons.map(counted));
     start_at_zero(&listeners.connections_refused, [ListenerLabel { listener }]);
     if profile.tls.is_some() {
-        let errors = HandshakeError::ALL.iter().map(|error| error.reason());
+        let errors = HandshakeError::VARIANTS.iter().map(|error| error.reason());
         start_at_zero(&listeners.tls_handshake_errors, errors.map(counted));
     }
     if profile.protocol == ListenerProtocol::Grpc {
