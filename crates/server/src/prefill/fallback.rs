@@ -237,7 +237,7 @@ impl SequentialPrefill {
                 report::audit_prefill_response(
                     &audit,
                     forecast,
-                    active.placement.take_prompts(),
+                    std::mem::take(&mut active.placement.prompts),
                     usage,
                 );
             }
