@@ -38,7 +38,7 @@ use crate::worker::{WorkerId, WorkerRank};
 /// Minimum time between two reports of output by one request.
 const OUTPUT_INTERVAL: Duration = Duration::from_millis(250);
 
-/// `outlier_detection:`: ejection rules, in the terms of Envoy's outlier detection.
+/// The `routing.outlier_detection:` section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]

@@ -79,8 +79,8 @@ impl SharedCacheError {
     }
 }
 
-/// HTTP client of a cache shared by all workers: one connection pool, one permit per lookup, and one
-/// timeout for connecting, sending and reading.
+/// HTTP client of a cache shared by all workers: one connection pool, one permit per lookup, and
+/// one timeout for connecting, sending and reading.
 #[derive(Debug)]
 pub struct SharedCacheClient {
     client: Client,

@@ -51,7 +51,8 @@ pub struct ZmtpConnection<S> {
     next_heartbeat: Instant,
 }
 
-/// A connected DEALER socket. It reads only while a caller waits for a reply, and does not reconnect.
+/// A connected DEALER socket. It reads only while a caller waits for a reply, and does not
+/// reconnect.
 pub type DealerSocket = ZmtpConnection<TransportStream>;
 
 impl DealerSocket {

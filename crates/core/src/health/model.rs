@@ -414,8 +414,8 @@ impl HealthModel {
         changes
     }
 
-    /// Records whether a signal indicates a failing worker. While a signal is set, one failed request
-    /// suffices to eject a rank.
+    /// Records whether a signal indicates a failing worker. While a signal is set, one failed
+    /// request suffices to eject a rank.
     pub(crate) fn set_signal(&mut self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
         let ranks = self.ranks.iter_mut();
         for (_, record) in ranks.filter(|(rank, _)| rank.worker == worker) {

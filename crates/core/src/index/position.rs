@@ -1,5 +1,5 @@
-//! Position of the index in the event stream of a rank, shared by the event reader of the rank and by
-//! readers of its content.
+//! Position of the index in the event stream of a rank, shared by the event reader of the rank and
+//! by readers of its content.
 //!
 //! A copy of a rank's content needs the last event in it and the state of the event reader at that
 //! event. Batches and positions therefore change under one lock. Decision 0016.
