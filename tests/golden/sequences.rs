@@ -21,7 +21,9 @@ use warmroute_core::load::{
     BookingEnd, LoadBooking, LoadListener, LoadTracker, LoadView, PromptSequences, RankLoad,
     ReservationEvent,
 };
-use warmroute_core::worker::{BlockSize, DpRank, RankSlot, Worker, WorkerEndpoint, WorkerId, WorkerRank};
+use warmroute_core::worker::{
+    BlockSize, DpRank, RankSlot, Worker, WorkerEndpoint, WorkerId, WorkerRank,
+};
 use warmroute_server::cluster::replica::{
     Batch, LocalView, PeerAction, PeerTable, PeerUpdate, ReplicaEvent as Message, ReplicaId,
     ReplicaOutbox, SnapshotPart,

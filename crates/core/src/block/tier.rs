@@ -5,7 +5,17 @@ use strum::IntoStaticStr;
 
 /// Storage tier of a block.
 #[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    PartialOrd,
+    Ord,
+    Serialize,
+    Deserialize,
     IntoStaticStr,
 )]
 #[serde(rename_all = "snake_case")]

@@ -114,9 +114,7 @@ impl ReservationMirror {
         self.others = previous.others;
         for (id, state) in all {
             match previous.bookings.remove(&id) {
-                Some(known)
-                    if known.state.is_equivalent(&state) && self.has_room_for(&known) =>
-                {
+                Some(known) if known.state.is_equivalent(&state) && self.has_room_for(&known) => {
                     self.waiting += usize::from(known.reservation.is_none());
                     self.blocks += known.blocks();
                     self.bookings.insert(id, known);
