@@ -278,7 +278,7 @@ fn replica(
     };
     let change = Fleet::empty().reconcile((0..workers).map(worker).collect());
     for member in &change.added {
-        load.open_slot(member.slot, member.rank, &member.worker.model);
+        load.join(member);
         router.set_source_status(member.rank, SourceStatus::EXACT);
     }
     router.set_fleet(Arc::new(change.fleet));

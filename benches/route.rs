@@ -115,7 +115,7 @@ fn route_and_release(bencher: Bencher<'_, '_>, ranks: u32) {
     let load = LoadTracker::new(std::time::Instant::now);
     let fleet = Fleet::empty().reconcile((0..u64::from(ranks)).map(worker).collect());
     for member in &fleet.added {
-        load.open_slot(member.slot, member.rank, &member.worker.model);
+        load.join(member);
     }
     let router = Router::new(index, load, RouterSettings::default(), 7);
     router.set_fleet(fleet.fleet.into());
@@ -135,7 +135,7 @@ fn route_with_policy(bencher: Bencher<'_, '_>, ranks: u32, name: PolicyName) {
     let load = LoadTracker::new(std::time::Instant::now);
     let fleet = Fleet::empty().reconcile((0..u64::from(ranks)).map(worker).collect());
     for member in &fleet.added {
-        load.open_slot(member.slot, member.rank, &member.worker.model);
+        load.join(member);
     }
     let settings = RouterSettings {
         policy: PolicySettings::named(name, &Weights::default()),

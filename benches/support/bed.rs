@@ -103,10 +103,7 @@ impl DecisionPipeline {
             )
         };
         let change = Fleet::empty().reconcile((0..workers).map(worker).collect());
-        change
-            .added
-            .iter()
-            .for_each(|member| load.open_slot(member.slot, member.rank, &member.worker.model));
+        change.added.iter().for_each(|member| load.join(member));
         router.set_fleet(change.fleet.into());
         let writers = (0..workers)
             .map(|slot| index.create_writer(RankSlot(slot)))

@@ -21,7 +21,9 @@ use warmroute_core::load::{
     BookingEnd, LoadBooking, LoadListener, LoadTracker, LoadView, PromptSequences, RankLoad,
     ReservationEvent,
 };
-use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
+use warmroute_core::worker::{
+    BlockSize, DpRank, RankSlot, Worker, WorkerEndpoint, WorkerId, WorkerRank,
+};
 use warmroute_server::cluster::replica::{
     Batch, LocalView, PeerAction, PeerTable, PeerUpdate, ReplicaEvent as Message, ReplicaId,
     ReplicaOutbox, SnapshotPart,
@@ -238,6 +240,13 @@ fn rank(pair: (u64, u32)) -> WorkerRank {
     }
 }
 
+fn member(slot: RankSlot, rank: WorkerRank) -> FleetMember {
+    let endpoint = WorkerEndpoint(([10, 0, 0, 1], 1).into());
+    let block_size = BlockSize::new(1).unwrap();
+    let worker = Worker::new(rank.worker, endpoint, "m".into(), block_size).into();
+    FleetMember { slot, rank, worker }
+}
+
 fn named(request: &str) -> RequestAttempt<'_> {
     RequestAttempt { request, number: 0 }
 }
@@ -339,7 +348,7 @@ impl OtherRouter {
                 let next = RankSlot(self.slots.len() as u32);
                 let slot = *self.slots.entry(rank).or_insert(next);
                 if slot == next {
-                    self.tracker.open_slot(slot, rank, &"m".into());
+                    self.tracker.join(&member(slot, rank));
                 }
                 let blocks = token_sequence.unwrap_or_default();
                 // A second booking of the same request is rejected.
@@ -454,11 +463,9 @@ impl SequenceHarness {
         change
             .removed
             .iter()
-            .for_each(|member| self.tracker.close_slot(member.slot));
-        change.added.iter().for_each(|member| {
-            self.tracker
-                .open_slot(member.slot, member.rank, &member.worker.model)
-        });
+            .for_each(|member| self.tracker.leave(member));
+        let added = change.added.iter();
+        added.for_each(|member| self.tracker.join(member));
         (self.fleet, self.workers) = (change.fleet, workers);
         self.with_peers(|peers, view, now, _| peers.tick(view, now));
         Ok(())
@@ -616,7 +623,6 @@ impl SequenceHarness {
         let fleet = &self.fleet;
         let view = LocalView {
             load: &self.tracker,
-            generation: fleet.generation(),
             slot: &|rank| fleet.slot(rank),
             key: None,
             sessions: None,

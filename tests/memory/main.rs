@@ -12,8 +12,15 @@
 )]
 
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Instant;
 use std::{env, fs};
+
+use warmroute_core::fleet::FleetMember;
+use warmroute_core::load::LoadTracker;
+use warmroute_core::worker::{
+    BlockSize, DpRank, RankSlot, Worker, WorkerEndpoint, WorkerId, WorkerRank,
+};
 
 mod events;
 mod index;
@@ -33,6 +40,11 @@ const ROW: &str = "WARMROUTE_MEMORY_ROW";
 
 const MIB: u64 = 1 << 20;
 
+const RANK: WorkerRank = WorkerRank {
+    worker: WorkerId(1),
+    rank: DpRank(0),
+};
+
 /// Maximum ratio of a documented bound to the measured memory. A larger ratio means that the
 /// structure did not reach its limit.
 const SLACK: u64 = 3;
@@ -40,6 +52,19 @@ const SLACK: u64 = 3;
 /// Memory that a row needs apart from its entries: code pages used for the first time, and the
 /// first extents of the allocator.
 const BASE: u64 = 8 * MIB;
+
+/// Returns a tracker of one rank, in the first slot.
+fn load_tracker() -> Arc<LoadTracker> {
+    let endpoint = WorkerEndpoint(([10, 0, 0, 1], 8000).into());
+    let block_size = BlockSize::new(16).unwrap();
+    let load = LoadTracker::new(Instant::now);
+    load.join(&FleetMember {
+        slot: RankSlot(0),
+        rank: RANK,
+        worker: Worker::new(RANK.worker, endpoint, "m".into(), block_size).into(),
+    });
+    load
+}
 
 /// Documented memory of a structure at its limit.
 #[derive(Clone, Copy)]

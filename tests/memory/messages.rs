@@ -18,9 +18,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 use warmroute_core::block::{BlockHashes, LocalHash};
 use warmroute_core::worker::BlockSize;
-use warmroute_engines::shared_cache::{
-    HttpSharedCache, SharedCache as _, SharedCacheConfig, SharedCacheQuery,
-};
+use warmroute_engines::shared_cache::{SharedCacheClient, SharedCacheConfig};
 use warmroute_settings::DurationSetting;
 
 use crate::support::ext_proc;
@@ -246,26 +244,16 @@ fn queries_of_the_shared_cache() {
 /// Sends queries to a server that does not read them completely.
 async fn hold_queries(count: usize, prompt: Arc<BlockHashes>) -> (JoinSet<()>, Vec<TcpStream>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}/lookup", listener.local_addr().unwrap());
     let config = SharedCacheConfig {
+        url: format!("http://{}/lookup", listener.local_addr().unwrap()),
         timeout: DurationSetting::seconds(600),
-        ..SharedCacheConfig::with_url(url)
     };
-    let cache = Arc::new(HttpSharedCache::new(&config).unwrap());
+    let cache = Arc::new(SharedCacheClient::new(&config).unwrap());
     let mut queries = JoinSet::new();
     for _ in 0..count {
         let cache = cache.clone();
         let prompt = prompt.clone();
-        queries.spawn(async move {
-            drop(
-                cache
-                    .query(SharedCacheQuery {
-                        model: "m",
-                        prompt: &prompt,
-                    })
-                    .await,
-            )
-        });
+        queries.spawn(async move { drop(cache.query("m", &prompt).await) });
     }
     let mut connections = Vec::new();
     while connections.len() < count {

@@ -7,12 +7,12 @@ use prost::Message as _;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use warmroute_core::load::LoadTracker;
-use warmroute_core::worker::{DpRank, RankSlot, WorkerId, WorkerRank};
+use warmroute_core::worker::RankSlot;
 use warmroute_server::cluster::replica::{
     Batch, LocalView, PeerChange, PeerTable, ReplicaId, SnapshotPart,
 };
 
-use crate::{MIB, measure, mix};
+use crate::{MIB, load_tracker, measure, mix};
 
 /// Maximum number of reservations of all peers.
 const RESERVATIONS: u64 = 1 << 18;
@@ -30,17 +30,8 @@ struct PeersFixture {
 impl PeersFixture {
     fn new() -> Self {
         let peers = PeerTable::new(ReplicaId(0), Duration::from_secs(3600));
-        let load = LoadTracker::new(Instant::now);
-        load.open_slot(
-            RankSlot(0),
-            WorkerRank {
-                worker: WorkerId(1),
-                rank: DpRank(0),
-            },
-            &"m".into(),
-        );
         Self {
-            load,
+            load: load_tracker(),
             peers,
             random: SmallRng::seed_from_u64(1),
         }
@@ -82,7 +73,6 @@ impl PeersFixture {
 fn local_view(load: &Arc<LoadTracker>) -> LocalView<'_> {
     LocalView {
         load,
-        generation: 0,
         slot: &|_| Some(RankSlot(0)),
         key: None,
         sessions: None,

@@ -6,18 +6,18 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use warmroute_core::block::{BlockHashes, LocalHash, SequenceHash};
 use warmroute_core::load::ledger::{BookingLedger, LedgerError, LedgerRules, RequestAttempt};
-use warmroute_core::load::{BookingEnd, LoadBooking, LoadTracker, PromptSequences};
+use warmroute_core::load::{BookingEnd, LoadBooking, PromptSequences};
 use warmroute_core::predict::{EvictionPolicy, Predictor, TtlPolicy};
 use warmroute_core::sessions::{
     SessionEntry, SessionError as SessionRefused, SessionLease, SessionName, SessionRecording,
     SessionRules, SessionStore,
 };
-use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
+use warmroute_core::worker::{BlockSize, RankSlot, WorkerId, WorkerRank};
 use warmroute_metrics::Metrics;
 use warmroute_tokens::openai::{self, ApiKind};
 use warmroute_tokens::prompt::{Config, Encoder, PromptCache};
 
-use crate::{MIB, measure, measure_after, mix};
+use crate::{MIB, RANK, load_tracker, measure, measure_after, mix};
 
 /// Default of `index.approximate.max_blocks_per_rank`.
 const PREDICTED: u64 = 1 << 20;
@@ -25,11 +25,6 @@ const PREDICTED: u64 = 1 << 20;
 const BOOKED_BLOCKS: u64 = 1 << 25;
 /// Maximum number of bookings of API clients.
 const BOOKINGS: u64 = 1 << 20;
-
-const RANK: WorkerRank = WorkerRank {
-    worker: WorkerId(1),
-    rank: DpRank(0),
-};
 
 fn predictor(max_blocks_per_rank: u64) -> Arc<Predictor> {
     let ttl = TtlPolicy {
@@ -170,15 +165,13 @@ fn first(sessions: &Arc<SessionStore>, number: usize) -> SessionLease {
 }
 
 fn ledger(limit: u64, blocks: u64) -> BookingLedger {
-    let load = LoadTracker::new(Instant::now);
-    load.open_slot(RankSlot(0), RANK, &"m".into());
     let rules = LedgerRules {
         max_bookings: limit as usize,
         max_blocks: blocks as usize,
         max_ended: limit as usize / 8,
         ..LedgerRules::default()
     };
-    BookingLedger::new(load, rules)
+    BookingLedger::new(load_tracker(), rules)
 }
 
 fn book(ledger: &mut BookingLedger, number: u64, blocks: u64) -> Result<(), LedgerError> {

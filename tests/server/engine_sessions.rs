@@ -29,7 +29,7 @@ use warmroute_core::worker::{
 };
 use warmroute_engines::engine_client::EngineClient;
 use warmroute_engines::engine_client::config::EnginesConfig;
-use warmroute_engines::engine_sessions::config::{EngineSessionsConfig, SessionEngineKind};
+use warmroute_engines::engine_sessions::config::EngineSessionsConfig;
 use warmroute_engines::engine_sessions::{EngineAccess, EngineSessions, RecordedSessions};
 use warmroute_metrics::{EngineSessionLabels, Metrics};
 use warmroute_settings::DurationSetting;
@@ -193,7 +193,7 @@ impl SessionBed {
 }
 
 fn sglang() -> EngineSessionsConfig {
-    EngineSessionsConfig::with_kind(SessionEngineKind::Sglang)
+    serde_json::from_value(json!({"kind": "sglang"})).unwrap()
 }
 
 fn session_key(id: &str) -> Arc<SessionKey> {
@@ -317,7 +317,7 @@ async fn groups_are_not_opened_and_options_are_sent() {
         capacity: 1000,
         streaming: true,
         idle_timeout: Some(DurationSetting::seconds(90)),
-        ..EngineSessionsConfig::with_kind(SessionEngineKind::Sglang)
+        ..sglang()
     };
     let bed = SessionBed::start(&[engine.address], config);
     let Ok(SessionEntry::First(group)) = bed.sessions.enter(SessionName {

@@ -333,7 +333,7 @@ impl OurRouter {
         let load = LoadTracker::new(std::time::Instant::now);
         let fleet = Fleet::empty().reconcile((0..ranks).map(worker).collect());
         for member in &fleet.added {
-            load.open_slot(member.slot, member.rank, &member.worker.model);
+            load.join(member);
         }
         let mut writers: Vec<_> = (0..ranks)
             .map(|slot| index.create_writer(RankSlot(slot as u32)))

@@ -7,7 +7,6 @@
 //! Decision 0031.
 
 mod rules;
-mod silence;
 mod status;
 
 use std::time::Instant;
@@ -18,7 +17,6 @@ use crate::block::BlockWindows;
 use crate::wall_time::WallTime;
 use crate::worker::BlockSize;
 pub use rules::{FreshnessRules, ResyncMode};
-use silence::SilenceDetector;
 pub use status::{IndexFreshness, SourceStatus, StaleReason};
 
 impl Default for SourceStatus {
@@ -195,7 +193,7 @@ impl EventSourceState {
     /// Returns the statistics.
     pub fn facts(&self) -> SourceFacts {
         SourceFacts {
-            requests_without_events: self.silence.requests(),
+            requests_without_events: self.silence.requests,
             ..self.facts
         }
     }
@@ -339,6 +337,31 @@ impl EventSourceState {
     /// Returns whether the source is silent.
     pub fn is_silent(&self) -> bool {
         self.silent
+    }
+}
+
+/// Detects a source that has stopped publishing: requests that must have stored blocks, and after
+/// which no event arrived. One such request proves nothing, because the engine may already hold the
+/// blocks, for example from another request a moment before. Several requests and some time are
+/// required (decision 0035).
+#[derive(Clone, Copy, Debug, Default)]
+struct SilenceDetector {
+    requests: u32,
+    first: Option<Instant>,
+}
+
+impl SilenceDetector {
+    fn record_answer(&mut self, now: Instant) {
+        self.requests = self.requests.saturating_add(1);
+        self.first.get_or_insert(now);
+    }
+
+    fn is_overdue(&self, now: Instant, rules: &FreshnessRules) -> bool {
+        let enough = self.requests >= rules.silence_requests.max(1);
+        enough
+            && self
+                .first
+                .is_some_and(|first| now.saturating_duration_since(first) >= rules.silence_after)
     }
 }
 

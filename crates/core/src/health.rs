@@ -21,8 +21,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-use serde::Serialize;
+use parking_lot::{Mutex, MutexGuard};
+use serde::{Deserialize, Serialize};
+use strum::IntoStaticStr;
 
 pub use self::delivery::{DeliveryTransition, FailingPeerGroup};
 pub use self::evidence::EvidenceSummary;
@@ -37,30 +38,29 @@ use crate::worker::{WorkerId, WorkerRank};
 /// Minimum time between two reports of output by one request.
 const OUTPUT_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Ejection rules, in the terms of Envoy's outlier detection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The `routing.outlier_detection:` section.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
 pub struct HealthRules {
-    /// Consecutive failures that eject a rank whose peers deliver; 0 disables ejection.
+    /// Failed requests in a row that eject a worker rank while other ranks of its model deliver.
+    /// Failures are lost connections, 5xx, empty responses and responses that are overdue. A 4xx or
+    /// a reported overload counts half. Lost connections need no comparison. 0: no ejection.
     pub consecutive_failures: u32,
-    /// Duration of the first ejection.
-    pub base_ejection_time: Duration,
-    /// Maximum duration, however often a probe failed.
-    pub max_ejection_time: Duration,
 }
 
 impl Default for HealthRules {
     fn default() -> Self {
         Self {
             consecutive_failures: 3,
-            base_ejection_time: Duration::from_secs(1),
-            max_ejection_time: Duration::from_secs(20),
         }
     }
 }
 
 /// Health of one rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, IntoStaticStr)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum HealthState {
     /// Accepts requests.
     Healthy,
@@ -71,6 +71,7 @@ pub enum HealthState {
     /// The probe has been due for five seconds. The next request that may use the rank probes it, even
     /// if another rank costs less.
     #[serde(rename = "probe_due")]
+    #[strum(serialize = "probe_due")]
     ProbeForced,
     /// One request probes the rank.
     Probing,
@@ -81,13 +82,7 @@ pub enum HealthState {
 impl HealthState {
     /// Returns the name in pages and logs.
     pub fn as_str(self) -> &'static str {
-        match self {
-            HealthState::Healthy => "healthy",
-            HealthState::Suspect => "suspect",
-            HealthState::ProbeDue | HealthState::ProbeForced => "probe_due",
-            HealthState::Probing => "probing",
-            HealthState::Ejected => "ejected",
-        }
+        self.into()
     }
 
     /// Returns whether the next request to the rank is its probe.
@@ -137,13 +132,13 @@ impl HealthTracker {
     /// Creates a tracker without ranks.
     pub fn new(rules: HealthRules) -> Arc<Self> {
         let tracker = Self::default();
-        tracker.set_rules(rules);
+        tracker.model().rules = rules;
         Arc::new(tracker)
     }
 
-    /// Replaces the rules. Running ejections keep their end.
-    pub fn set_rules(&self, rules: HealthRules) {
-        self.model.lock().rules = rules;
+    /// Returns the model, for changes and queries that avoid no further rank and readmit none.
+    pub(crate) fn model(&self) -> MutexGuard<'_, HealthModel> {
+        self.model.lock()
     }
 
     /// Replaces the set of ranks. A rank that joins is healthy. Reports about other ranks have no
@@ -199,40 +194,10 @@ impl HealthTracker {
         self.update(|model| model.on_tick(now))
     }
 
-    /// Updates the set of peer groups in which no rank delivers. `unreachable` are the workers that answer neither
-    /// requests nor queries. Returns the changes since the last call.
-    pub fn update_deliveries(
-        &self,
-        unreachable: &BTreeMap<WorkerId, Duration>,
-        now: Instant,
-    ) -> Vec<DeliveryTransition> {
-        self.model.lock().update_deliveries(unreachable, now)
-    }
-
-    /// Returns the peer groups in which no rank delivers.
-    pub fn failing_groups(
-        &self,
-        unreachable: &BTreeMap<WorkerId, Duration>,
-        now: Instant,
-    ) -> Vec<FailingPeerGroup> {
-        self.model.lock().failing_groups(unreachable, now)
-    }
-
-    /// Records that a rank has completed a response. Its waiting requests are then not overdue.
-    pub fn on_completed_response(&self, rank: WorkerRank, now: Instant) {
-        self.model.lock().on_progress(rank, now);
-    }
-
     /// Records the result of a health check of an ejected worker. Returns whether an ejection ended,
     /// so that the next request may probe the worker.
     pub fn on_health_check(&self, worker: WorkerId, is_healthy: bool, now: Instant) -> bool {
         self.update(|model| model.on_health_check(worker, is_healthy, now))
-    }
-
-    /// Records whether a signal indicates a failing worker. While a signal is set, one failed request
-    /// suffices to eject a rank.
-    pub fn set_signal(&self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
-        self.model.lock().set_signal(worker, signal, is_failing);
     }
 
     /// Returns the health of a rank.
@@ -255,16 +220,6 @@ impl HealthTracker {
             return BTreeMap::new();
         }
         self.model.lock().avoided_ranks(prompt, now)
-    }
-
-    /// Returns the ranks that are not healthy or have failed recently, with the evidence.
-    pub fn health_report(&self, now: Instant) -> Vec<RankHealthReport> {
-        self.model.lock().report(now)
-    }
-
-    /// Returns the number of failed requests of each rank by kind, since the rank joined.
-    pub fn failed_requests(&self) -> Vec<(WorkerRank, RequestOutcome, u64)> {
-        self.model.lock().failed_requests()
     }
 
     fn is_all_healthy(&self) -> bool {

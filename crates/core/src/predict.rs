@@ -10,10 +10,10 @@
 //! A prompt is in flight until the status of the response is known. Prompts in flight have their
 //! own index, so a request that the engine rejects neither leaves blocks nor evicts any.
 
-mod confirmed;
 mod eviction_age;
 mod in_flight;
 mod policy;
+mod predicted_rank;
 mod predicted_tree;
 mod rules;
 mod stats;
@@ -27,13 +27,13 @@ use crate::block::BlockHashes;
 use crate::index::{Overlaps, PrefixIndex};
 use crate::worker::{RankSlot, WorkerRank};
 
-use confirmed::ConfirmedBlocks;
-pub use confirmed::PredictionLease;
 pub use eviction_age::EvictionAge;
 use eviction_age::MeanEvictionAge;
 pub use in_flight::InFlightPrompt;
-use in_flight::InFlightPrompts;
+use in_flight::InFlightState;
 pub use policy::{EffectivePolicy, EvictionPolicy, TtlPolicy};
+use predicted_rank::PredictedRank;
+pub use predicted_rank::PredictionLease;
 use rules::PredictorRules;
 pub use stats::{PredictedUsage, RankPrediction};
 
@@ -41,31 +41,8 @@ pub use stats::{PredictedUsage, RankPrediction};
 pub struct Predictor {
     index: Arc<PrefixIndex>,
     in_flight: Arc<PrefixIndex>,
-    ranks: RwLock<Vec<Option<PredictedRank>>>,
+    ranks: RwLock<Vec<Option<Arc<PredictedRank>>>>,
     rules: Arc<PredictorRules>,
-}
-
-/// Predicted cache of one rank.
-#[derive(Clone)]
-struct PredictedRank {
-    confirmed: Arc<ConfirmedBlocks>,
-    in_flight: Arc<InFlightPrompts>,
-}
-
-impl PredictedRank {
-    /// Removes expired blocks, if the policy has a time to live.
-    fn expire(&self) {
-        if !self.confirmed.uses_leases() {
-            self.in_flight.expire();
-            self.confirmed.expire();
-        }
-    }
-
-    fn stats(&self, slot: RankSlot) -> Option<RankPrediction> {
-        let mut stats = self.confirmed.stats(slot)?;
-        self.in_flight.add_to(&mut stats);
-        Some(stats)
-    }
 }
 
 impl Predictor {
@@ -113,26 +90,14 @@ impl Predictor {
         let policy = self.rules.policy.for_capacity(capacity);
         // An engine rejects a prompt that exceeds its cache.
         let max_in_flight = policy.max_blocks().min(capacity.unwrap_or(u64::MAX));
-        let in_flight = InFlightPrompts::new(
-            self.in_flight.create_path_writer(slot),
-            max_in_flight,
-            self.rules.clone(),
-        );
-        let confirmed = ConfirmedBlocks::new(
-            self.index.create_path_writer(slot),
-            rank,
-            policy,
-            self.rules.clone(),
-        );
-        let opened = PredictedRank {
-            confirmed: Arc::new(confirmed),
-            in_flight: Arc::new(in_flight),
-        };
+        let in_flight = InFlightState::new(self.in_flight.create_path_writer(slot), max_in_flight);
+        let confirmed = self.index.create_path_writer(slot);
+        let opened = PredictedRank::new(confirmed, rank, policy, self.rules.clone(), in_flight);
         let mut ranks = self.ranks.write();
         if ranks.len() <= slot.index() {
             ranks.resize(slot.index() + 1, None);
         }
-        ranks[slot.index()] = Some(opened);
+        ranks[slot.index()] = Some(Arc::new(opened));
         policy
     }
 
@@ -144,8 +109,7 @@ impl Predictor {
             .get_mut(slot.index())
             .and_then(Option::take);
         if let Some(rank) = closed {
-            rank.confirmed.close();
-            rank.in_flight.close();
+            rank.close();
         }
     }
 
@@ -158,9 +122,7 @@ impl Predictor {
         prompt: &BlockHashes,
     ) -> PredictionLease {
         self.find(slot, rank)
-            .map_or_else(PredictionLease::none, |found| {
-                found.confirmed.record(prompt)
-            })
+            .map_or_else(PredictionLease::none, |found| found.record(prompt))
     }
 
     /// Records a prompt that is being sent. It counts for concurrent requests until it is confirmed
@@ -172,14 +134,12 @@ impl Predictor {
         prompt: &BlockHashes,
     ) -> InFlightPrompt {
         let found = self.find(slot, rank);
-        found.map_or_else(InFlightPrompt::none, |found| {
-            found.in_flight.record(prompt, found.confirmed)
-        })
+        found.map_or_else(InFlightPrompt::none, |found| found.record_in_flight(prompt))
     }
 
-    fn find(&self, slot: RankSlot, rank: WorkerRank) -> Option<PredictedRank> {
+    fn find(&self, slot: RankSlot, rank: WorkerRank) -> Option<Arc<PredictedRank>> {
         let found = self.ranks.read().get(slot.index()).cloned().flatten();
-        found.filter(|found| found.confirmed.rank() == rank)
+        found.filter(|found| found.rank == rank)
     }
 
     /// Raises overlaps to the predicted blocks of a prompt, on the slots that `applies` accepts.
@@ -206,12 +166,12 @@ impl Predictor {
     pub fn usage(&self, slot: RankSlot, age: EvictionAge) -> PredictedUsage {
         let ranks = self.ranks.read();
         let rank = ranks.get(slot.index()).and_then(Option::as_ref);
-        rank.map_or(PredictedUsage::NONE, |rank| rank.confirmed.usage(age))
+        rank.map_or(PredictedUsage::NONE, |rank| rank.usage(age))
     }
 
     /// Removes expired blocks. To be called about every [`TtlPolicy::STEP`].
     pub fn expire(&self) {
-        let ranks: Vec<PredictedRank> = self.ranks.read().iter().flatten().cloned().collect();
+        let ranks: Vec<_> = self.ranks.read().iter().flatten().cloned().collect();
         for rank in ranks {
             rank.expire();
         }

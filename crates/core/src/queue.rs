@@ -3,7 +3,6 @@
 
 mod classes;
 mod deficit_round_robin;
-mod entry;
 mod fair_queue;
 mod lanes;
 mod metadata;
@@ -14,9 +13,8 @@ pub use classes::{
     BusyThreshold, ClassDefinition, ClassId, FamilyBucket, QueueClass, QueueClasses,
     QueueLimitKind, QueueLimits,
 };
-pub use entry::QueueEntry;
 pub use fair_queue::{FairQueue, QueueOverflow, QueueTicket};
 pub use lanes::QueueDepth;
-pub use metadata::{QueueLane, QueueMetadata};
+pub use metadata::{QueueEntry, QueueLane, QueueMetadata};
 pub use order::QueuePolicy;
 pub use placer::{AdmissionError, ClassCounters, ClassStatus, PlaceOutcome, Placer};

@@ -6,7 +6,6 @@
 //! because a drop cannot receive the time.
 
 mod key;
-mod moves;
 mod replication;
 mod rules;
 mod store;

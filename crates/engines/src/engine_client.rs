@@ -4,7 +4,6 @@
 
 mod bearer;
 mod body;
-mod cache_settings;
 mod completion;
 pub mod config;
 mod connections;
@@ -20,22 +19,21 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
-use reqwest::{Body, Client, Response, StatusCode};
+use reqwest::{Body, Client, Response};
 use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
 use warmroute_settings::{MAX_SECRET_FILE, read_regular_file};
 
 use bearer::BearerToken;
-use body::{parse_json, read_body, read_error_body};
+use body::{expect_ok, parse_json, read_body};
 use config::EnginesConfig;
 use connections::is_stale_connection;
-use error::{status_error, transport_error};
 
-pub use cache_settings::cache_settings;
+pub(crate) use body::read_limited;
 pub use completion::CompletionUsage;
 pub use error::EngineError;
 pub use load_gauges::{EngineGauges, MetricsPath, RankGauges};
-pub use metrics::{CacheConfig, MetricSample, MetricsPage};
+pub use metrics::{CacheConfig, MetricSample, MetricsPage, cache_settings};
 pub use responses::{
     EngineModel, EngineRendering, RankEventSource, RenderedObject, TokenizeResponse,
 };
@@ -468,11 +466,7 @@ impl EngineClientInner {
         &self,
         response: reqwest::Result<Response>,
     ) -> Result<Vec<u8>, EngineError> {
-        let response = response.map_err(|error| transport_error(&error))?;
-        match response.status() {
-            StatusCode::OK => read_body(response, self.max_response).await,
-            status => Err(status_error(status, &read_error_body(response).await)),
-        }
+        read_body(expect_ok(response).await?, self.max_response).await
     }
 }
 

@@ -124,6 +124,7 @@ impl SessionsByEngine {
             }
         }
         self.users.remove(&engine_session);
+        self.opening.remove(&engine_session);
         Some(engine_session)
     }
 }
@@ -334,7 +335,6 @@ impl EngineSessions {
                     if let Some(engine_session) =
                         state.release(&BoundSession::from_binding(&binding))
                     {
-                        state.opening.remove(&engine_session);
                         let is_open = state.open.contains(&engine_session);
                         queues.enqueue_close(engine_session, is_open);
                     }
@@ -344,7 +344,6 @@ impl EngineSessions {
                     if let Some(engine_session) =
                         state.release(&BoundSession::from_binding(&binding))
                     {
-                        state.opening.remove(&engine_session);
                         state.open.remove(&engine_session);
                         queues.remove(&engine_session);
                         self.count_open(&state);

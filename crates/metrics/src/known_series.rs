@@ -6,7 +6,7 @@ use super::labels::{
     ListenerOutcomeLabels, ModelLabel, ModelOutcomeLabels, ModelRoleLabels, ModelTokensLabels,
     PhasePlanLabel, ReasonLabel, RequestLabels, SettingLabel,
 };
-use super::{Histograms, Metrics};
+use super::{Metrics, start_at_zero};
 use warmroute_core::worker::{ModelName, WorkerRole};
 
 /// Label values that are defined outside this crate.
@@ -36,6 +36,7 @@ const SHARED_CACHE_ERRORS: [&str; 6] = [
     "too_long",
     "invalid",
 ];
+/// Results of a worker. The first one is no result of a comparison.
 const PARITY_WORKERS: [&str; 5] = [
     "untested",
     "agrees",
@@ -85,101 +86,76 @@ const LISTENERS: [&str; 6] = ["ext_proc", "ext_proc_unix", "api", "admin", "heal
 impl Metrics {
     /// Creates the series whose labels are known when the process starts.
     pub fn init_known_series(&self, known: &KnownLabels<'_>) {
-        for &reason in known.reasons {
-            drop(
-                self.requests
-                    .degradations
-                    .get_or_create(&ReasonLabel { reason }),
-            );
-        }
-        for plan in ["aggregated", "remote_prefill"] {
-            drop(
-                self.requests
-                    .phase_plans
-                    .get_or_create(&PhasePlanLabel { plan }),
-            );
-        }
-        for kind in ["stored", "removed", "cleared"] {
-            drop(self.kv_events.events.get_or_create(&EventLabels {
-                kind,
-                outcome: "ok",
-            }));
-        }
+        let reasons = known.reasons.iter().copied();
+        let degradations = reasons.map(|reason| ReasonLabel { reason });
+        start_at_zero(&self.requests.degradations, degradations);
+        let plans = ["aggregated", "remote_prefill"];
+        let plans = plans.map(|plan| PhasePlanLabel { plan });
+        start_at_zero(&self.requests.phase_plans, plans);
+        let events = ["stored", "removed", "cleared"].map(|kind| EventLabels {
+            kind,
+            outcome: "ok",
+        });
+        start_at_zero(&self.kv_events.events, events);
         for call in ["open", "close"] {
-            for outcome in ENGINE_SESSION_CALLS {
-                drop(
-                    self.sessions
-                        .engine_calls
-                        .get_or_create(&EngineSessionLabels { call, outcome }),
-                );
-            }
+            let calls = ENGINE_SESSION_CALLS.map(|outcome| EngineSessionLabels { call, outcome });
+            start_at_zero(&self.sessions.engine_calls, calls);
         }
-        for reason in SHARED_CACHE_ERRORS {
-            drop(
-                self.index
-                    .shared_cache_lookup_errors
-                    .get_or_create(&ReasonLabel { reason }),
-            );
+        let errors = SHARED_CACHE_ERRORS.map(|reason| ReasonLabel { reason });
+        start_at_zero(&self.index.shared_cache_lookup_errors, errors);
+        let calls = API_METHODS.map(|method| ApiCallLabels { method, code: "OK" });
+        start_at_zero(&self.api.calls, calls);
+        for listener in LISTENERS {
+            self.start_listener_at_zero(listener);
         }
-        for method in API_METHODS {
-            drop(
-                self.api
-                    .calls
-                    .get_or_create(&ApiCallLabels { method, code: "OK" }),
-            );
+        for model in known.models {
+            self.start_model_at_zero(model, known.causes);
         }
-        LISTENERS
-            .into_iter()
-            .for_each(|listener| self.start_listener_at_zero(listener));
-        known
-            .models
-            .iter()
-            .for_each(|model| self.start_model_at_zero(model, known.causes));
     }
 
     fn start_listener_at_zero(&self, listener: &'static str) {
         let label = ListenerLabel { listener };
-        drop(self.listeners.connections.get_or_create(&label));
-        drop(self.listeners.connections_refused.get_or_create(&label));
-        for outcome in ["done", "failed", "expired"] {
-            drop(
-                self.listeners
-                    .tls_handshakes
-                    .get_or_create(&ListenerOutcomeLabels { listener, outcome }),
-            );
-        }
-        for outcome in ["applied", "invalid"] {
-            drop(
-                self.listeners
-                    .tls_reloads
-                    .get_or_create(&ListenerOutcomeLabels { listener, outcome }),
-            );
-        }
+        start_at_zero(&self.listeners.connections, [label.clone()]);
+        start_at_zero(&self.listeners.connections_refused, [label]);
+        let with_outcome = |outcome| ListenerOutcomeLabels { listener, outcome };
+        let handshakes = ["done", "failed", "expired"].map(with_outcome);
+        start_at_zero(&self.listeners.tls_handshakes, handshakes);
+        let reloads = ["applied", "invalid"].map(with_outcome);
+        start_at_zero(&self.listeners.tls_reloads, reloads);
     }
 
     fn start_model_at_zero(&self, model: &ModelName, causes: &[&'static str]) {
         let label = ModelLabel::from(model);
         self.start_model_families_at_zero(&label);
         self.start_model_outcomes_at_zero(model);
-        for kind in AUDIT_TOKENS {
-            drop(self.audit.tokens.get_or_create(&ModelTokensLabels {
-                model: label.model.clone(),
-                kind,
-            }));
+        let tokens = AUDIT_TOKENS.map(|kind| ModelTokensLabels {
+            model: label.model.clone(),
+            kind,
+        });
+        start_at_zero(&self.audit.tokens, tokens);
+        for family in [&self.audit.missed_tokens, &self.audit.mispredictions] {
+            let causes = causes.iter().copied();
+            start_at_zero(
+                family,
+                causes.map(|cause| CauseLabels::new(model.as_str(), cause)),
+            );
         }
-        for cause in causes {
-            let labels = CauseLabels::new(model.as_str(), cause);
-            drop(self.audit.missed_tokens.get_or_create(&labels));
-            drop(self.audit.mispredictions.get_or_create(&labels));
-        }
-        for mode in ["passthrough", "query", "rejected"] {
-            drop(self.requests.requests.get_or_create(&RequestLabels {
-                model: label.model.clone(),
-                mode,
-                role: "none",
-            }));
-        }
+        self.start_requests_at_zero(model, &["passthrough", "query", "rejected"], "none");
         self.start_role_at_zero(model, WorkerRole::Aggregated);
+    }
+
+    fn start_requests_at_zero(
+        &self,
+        model: &ModelName,
+        modes: &[&'static str],
+        role: &'static str,
+    ) {
+        let requests = modes.iter().map(|&mode| RequestLabels {
+            model: model.as_str().into(),
+            mode,
+            role,
+        });
+        start_at_zero(&self.requests.requests, requests);
     }
 
     fn start_model_families_at_zero(&self, label: &ModelLabel) {
@@ -187,9 +163,9 @@ impl Metrics {
             &self.parity.mismatches,
             &self.index.shared_cache_additional_blocks,
         ];
-        counters
-            .into_iter()
-            .for_each(|family| drop(family.get_or_create(label)));
+        for family in counters {
+            start_at_zero(family, [label.clone()]);
+        }
         let histograms = [
             &self.index.shared_cache_hit_ratio,
             &self.prefill.to_first_token_seconds,
@@ -197,10 +173,10 @@ impl Metrics {
             &self.audit.over_predicted_blocks,
             &self.audit.under_predicted_blocks,
         ];
-        histograms
-            .into_iter()
-            .for_each(|family| drop(family.get_or_create(label)));
-        drop(self.parity.tokens_disabled.get_or_create(label));
+        for family in histograms {
+            start_at_zero(family, [label.clone()]);
+        }
+        start_at_zero(&self.parity.tokens_disabled, [label.clone()]);
     }
 
     fn start_model_outcomes_at_zero(&self, model: &ModelName) {
@@ -211,32 +187,20 @@ impl Metrics {
                 &REMOTE_TOKENIZER_REQUESTS,
             ),
             (&self.tokens.tokenizer_comparisons, &["agrees", "differs"]),
-            (
-                &self.parity.checks,
-                &[
-                    "agrees",
-                    "differs",
-                    "generation_prompt_differs",
-                    "cannot_test",
-                ],
-            ),
+            (&self.parity.checks, &PARITY_WORKERS[1..]),
             (
                 &self.parity.event_checks,
                 &["confirmed", "unconfirmed", "unknown"],
             ),
         ];
+        let with_outcome = |outcome: &&'static str| ModelOutcomeLabels::new(model, outcome);
         for (family, values) in outcomes {
-            values.iter().for_each(|value| {
-                drop(family.get_or_create(&ModelOutcomeLabels::new(model, value)))
-            });
+            start_at_zero(family, values.iter().map(with_outcome));
         }
-        for outcome in PARITY_WORKERS {
-            drop(
-                self.parity
-                    .workers
-                    .get_or_create(&ModelOutcomeLabels::new(model, outcome)),
-            );
-        }
+        start_at_zero(
+            &self.parity.workers,
+            PARITY_WORKERS.iter().map(with_outcome),
+        );
     }
 
     /// Creates the series of one role of a model. Called when the roles of the model's workers are
@@ -249,45 +213,37 @@ impl Metrics {
             &self.requests.reported_cached_tokens,
             &self.requests.non_max_overlap_choices,
         ];
-        counters
-            .into_iter()
-            .for_each(|family| drop(family.get_or_create(&labels)));
-        let prompts = [
+        for family in counters {
+            start_at_zero(family, [labels.clone()]);
+        }
+        for family in [
             &self.requests.prefix_hit_ratio,
             &self.requests.prompt_tokens,
-        ];
-        prompts
-            .into_iter()
-            .for_each(|family| drop(family.get_or_create(&labels)));
+        ] {
+            start_at_zero(family, [labels.clone()]);
+        }
         if role == WorkerRole::Prefill {
             return;
         }
-        for mode in ["exact", "partial", "approximate", "load_only"] {
-            let labels = RequestLabels {
-                model: model.as_str().into(),
-                mode,
-                role: role.as_str(),
-            };
-            drop(self.requests.requests.get_or_create(&labels));
-        }
-        let responses: [&Histograms<ModelRoleLabels>; 4] = [
+        let modes = ["exact", "partial", "approximate", "load_only"];
+        self.start_requests_at_zero(model, &modes, role.as_str());
+        let responses = [
             &self.requests.output_tokens,
             &self.requests.time_to_first_token_seconds,
             &self.requests.inter_token_latency_seconds,
             &self.requests.request_duration_seconds,
         ];
-        responses
-            .into_iter()
-            .for_each(|family| drop(family.get_or_create(&labels)));
+        for family in responses {
+            start_at_zero(family, [labels.clone()]);
+        }
     }
 
     /// Creates the series of a setting for engines that report another value than the configured
     /// one.
     pub fn start_setting_at_zero(&self, setting: &'static str) {
-        drop(
-            self.workers
-                .engine_setting_mismatches
-                .get_or_create(&SettingLabel { setting }),
+        start_at_zero(
+            &self.workers.engine_setting_mismatches,
+            [SettingLabel { setting }],
         );
     }
 }

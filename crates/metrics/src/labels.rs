@@ -170,7 +170,7 @@ pub struct ApiCallLabels {
 }
 
 /// Worker rank.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct RankLabels {
     /// Worker id.
     pub worker_id: u64,
@@ -194,48 +194,19 @@ impl RankLabels {
 /// Worker rank and storage tier of its cache.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct RankTierLabels {
-    /// Worker id.
-    pub worker_id: u64,
-    /// Data-parallel rank.
-    pub dp_rank: u32,
-    /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
-    pub role: &'static str,
+    /// Worker rank.
+    #[prometheus(flatten)]
+    pub rank: RankLabels,
     /// Storage tier.
     pub tier: &'static str,
-}
-
-macro_rules! rank_labels {
-    ($($labels:ident { $field:ident })+) => {
-        $(impl $labels {
-            /// Adds a label to those of a worker rank.
-            pub fn new(rank: &RankLabels, $field: &'static str) -> Self {
-                Self {
-                    worker_id: rank.worker_id,
-                    dp_rank: rank.dp_rank,
-                    role: rank.role,
-                    $field,
-                }
-            }
-        })+
-    };
-}
-
-rank_labels! {
-    RankTierLabels { tier }
-    RankFreshnessLabels { freshness }
-    RankPhaseLabels { phase }
-    RankFailureLabels { kind }
 }
 
 /// Worker rank and freshness of its event source.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct RankFreshnessLabels {
-    /// Worker id.
-    pub worker_id: u64,
-    /// Data-parallel rank.
-    pub dp_rank: u32,
-    /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
-    pub role: &'static str,
+    /// Worker rank.
+    #[prometheus(flatten)]
+    pub rank: RankLabels,
     /// `exact`, `incomplete`, `catching_up`, `stale`, `absent`.
     pub freshness: &'static str,
 }
@@ -243,12 +214,9 @@ pub struct RankFreshnessLabels {
 /// Worker rank and phase of its requests.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct RankPhaseLabels {
-    /// Worker id.
-    pub worker_id: u64,
-    /// Data-parallel rank.
-    pub dp_rank: u32,
-    /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
-    pub role: &'static str,
+    /// Worker rank.
+    #[prometheus(flatten)]
+    pub rank: RankLabels,
     /// `prefill`, `decode`.
     pub phase: &'static str,
 }
@@ -256,12 +224,9 @@ pub struct RankPhaseLabels {
 /// Worker rank and kind of its failed requests.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct RankFailureLabels {
-    /// Worker id.
-    pub worker_id: u64,
-    /// Data-parallel rank.
-    pub dp_rank: u32,
-    /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
-    pub role: &'static str,
+    /// Worker rank.
+    #[prometheus(flatten)]
+    pub rank: RankLabels,
     /// `unreachable`, `server_error`, `rejected`, `empty`, `no_output`, `no_response`,
     /// `no_content`, `overloaded`, `cancelled`.
     pub kind: &'static str,

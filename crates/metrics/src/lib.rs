@@ -18,21 +18,18 @@ mod process_collector;
 #[cfg(all(test, target_os = "linux"))]
 mod reference;
 
+use std::hash::Hash;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 
 use prometheus_client::encoding::text;
 use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::family::{Family, MetricConstructor};
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
-pub use families::{
-    ApiMetrics, AuditMetrics, ConfigMetrics, EndpointMetrics, ExtProcMetrics, IndexMetrics,
-    KvEventMetrics, LatencyMetrics, ListenerMetrics, ParityMetrics, PrefillMetrics, ProcessMetrics,
-    QueueMetrics, ReplicaMetrics, RequestMetrics, SessionMetrics, TokenMetrics, WorkerMetrics,
-};
+pub use families::*;
 pub use format::TextFormat;
 pub use known_series::KnownLabels;
 pub use label_text::LabelText;
@@ -211,25 +208,36 @@ impl Metrics {
     }
 }
 
-fn histograms<L: Clone + std::hash::Hash + Eq>(make: fn() -> Histogram) -> Histograms<L> {
+fn histograms<L: Clone + Hash + Eq>(make: fn() -> Histogram) -> Histograms<L> {
     Family::new_with_constructor(make)
+}
+
+/// Creates a series at zero for each of these label sets.
+pub fn start_at_zero<L, M, C>(family: &Family<L, M, C>, labels: impl IntoIterator<Item = L>)
+where
+    L: Clone + Hash + Eq,
+    M: Clone,
+    C: MetricConstructor<M>,
+{
+    for labels in labels {
+        drop(family.get_or_create(&labels));
+    }
 }
 
 /// Creates a family of counters with one series at zero for each outcome.
 fn outcomes(values: &[&'static str]) -> Family<OutcomeLabel, Counter> {
     let family = Family::default();
-    values
-        .iter()
-        .for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
+    start_at_zero(
+        &family,
+        values.iter().map(|&outcome| OutcomeLabel { outcome }),
+    );
     family
 }
 
 /// Creates a family of counters with one series at zero for each reason.
 fn reasons(values: &[&'static str]) -> Family<ReasonLabel, Counter> {
     let family = Family::default();
-    values
-        .iter()
-        .for_each(|&reason| drop(family.get_or_create(&ReasonLabel { reason })));
+    start_at_zero(&family, values.iter().map(|&reason| ReasonLabel { reason }));
     family
 }
 
@@ -240,17 +248,16 @@ pub fn count_outcome(counters: &Family<OutcomeLabel, Counter>, outcome: &'static
 
 fn outcome_histograms(values: &[&'static str]) -> Histograms<OutcomeLabel> {
     let family = histograms(seconds);
-    values
-        .iter()
-        .for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
+    start_at_zero(
+        &family,
+        values.iter().map(|&outcome| OutcomeLabel { outcome }),
+    );
     family
 }
 
 fn stages(values: &[&'static str]) -> Histograms<StageLabel> {
     let family = histograms(stage_seconds);
-    values
-        .iter()
-        .for_each(|&stage| drop(family.get_or_create(&StageLabel { stage })));
+    start_at_zero(&family, values.iter().map(|&stage| StageLabel { stage }));
     family
 }
 

@@ -30,7 +30,7 @@ definitions in `crates/metrics`.
 
 /// Returns the fields of each label set, from the source of the label sets.
 fn label_sets() -> BTreeMap<String, Vec<String>> {
-    let mut sets = BTreeMap::new();
+    let mut sets: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut current: Option<String> = None;
     for line in include_str!("labels.rs").lines() {
         if let Some(rest) = line.strip_prefix("pub struct ") {
@@ -40,10 +40,12 @@ fn label_sets() -> BTreeMap<String, Vec<String>> {
         } else if line == "}" {
             current = None;
         } else if let (Some(name), Some(field)) = (&current, line.strip_prefix("    pub "))
-            && let Some((field, _)) = field.split_once(':')
-            && let Some(fields) = sets.get_mut(name)
+            && let Some((field, type_name)) = field.split_once(": ")
         {
-            fields.push(field.trim_start_matches("r#").to_owned());
+            // A label set in a label set is flattened.
+            let inner = sets.get(type_name.trim_end_matches(',')).cloned();
+            let labels = inner.unwrap_or_else(|| vec![field.to_owned()]);
+            sets.entry(name.clone()).or_default().extend(labels);
         }
     }
     sets

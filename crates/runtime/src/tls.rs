@@ -10,7 +10,6 @@ mod client;
 pub mod config;
 mod connection;
 mod connection_table;
-mod exposure;
 mod handshake;
 mod listener;
 mod listener_certificate;
@@ -21,10 +20,9 @@ pub use certificate::{TlsError, host_name};
 pub use client::{
     ClientFiles, http_client_builder, http_client_with_ca, http_client_with_system_roots,
 };
-pub use config::TlsConfig;
+pub use config::{ListenerExposure, TlsConfig};
 pub use connection::AcceptedConnection;
 pub use connection_table::ConnectionLimits;
-pub use exposure::ListenerExposure;
 pub use listener::{LimitedListener, PeerAddress};
 pub use listener_certificate::{ListenerCertificate, ListenerProtocol};
 pub use listener_context::{ListenerLimits, ListenerProfile};

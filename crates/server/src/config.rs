@@ -55,7 +55,8 @@ pub use model::{FirstToken, ModelConfig};
 pub use predict::{ApproximateConfig, ApproximatePolicy};
 pub use process::{LogConfig, LogFormat, LogLevel, PoolConfig, ProcessSection};
 pub use reload::ReloadedConfig;
-pub use routing::{HealthConfig, OverloadConfig, RoutingSection};
+pub use requests::RequestsSection;
+pub use routing::RoutingSection;
 pub use tracking::{TrackingFamily, TrackingHashConfig};
 
 /// Name of a configuration of flags alone in errors.
@@ -278,7 +279,7 @@ impl Config {
             prefill_required_models: Arc::new(self.enforced_models()),
             overload: self.routing.overload.thresholds(),
             when_all_overloaded: self.routing.overload.when_all,
-            health: self.routing.outlier_detection.rules(),
+            health: self.routing.outlier_detection,
             freshness: self.index.freshness.rules(),
             max_blocks_per_tier: Some(self.index.max_blocks_per_tier),
             max_fallbacks: self.gateway.fallback_endpoints as usize,

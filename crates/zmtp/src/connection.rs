@@ -6,8 +6,11 @@ use bytes::{Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::time::{Instant, sleep_until, timeout};
 
+use crate::SocketConfig;
+use crate::endpoint::ZmtpEndpoint;
 use crate::error::ZmtpError;
-use crate::session::{SessionEvent, ZmtpSession};
+use crate::session::{SessionEvent, SocketRole, ZmtpSession};
+use crate::transport::{self, TransportStream};
 
 /// Bytes of one read. The session leaves at most a part of a greeting or of a frame header before
 /// the next read, so the buffer does not grow.
@@ -46,6 +49,19 @@ pub struct ZmtpConnection<S> {
     timing: ConnectionTiming,
     received_at: Instant,
     next_heartbeat: Instant,
+}
+
+/// A connected DEALER socket. It reads only while a caller waits for a reply, and does not
+/// reconnect.
+pub type DealerSocket = ZmtpConnection<TransportStream>;
+
+impl DealerSocket {
+    /// Connects and completes the handshake.
+    pub async fn connect(endpoint: &ZmtpEndpoint, config: SocketConfig) -> Result<Self, ZmtpError> {
+        let stream = transport::connect(endpoint, config.timing.connect).await?;
+        let session = ZmtpSession::new(SocketRole::Dealer, config.limits);
+        Self::handshake(stream, session, config.timing).await
+    }
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {

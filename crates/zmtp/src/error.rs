@@ -3,8 +3,11 @@
 use std::io;
 use std::time::Duration;
 
+use strum::IntoStaticStr;
+
 /// An error of a socket or of one connection.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum ZmtpError {
     /// The text is not an endpoint that this crate supports.
     #[error("`{endpoint}` {problem}")]
@@ -52,22 +55,12 @@ impl ZmtpError {
     /// Returns a short constant name of the reason, for metrics.
     pub fn reason(&self) -> &'static str {
         match self {
-            ZmtpError::Endpoint { .. } => "endpoint",
-            ZmtpError::Io(_) => "io",
-            ZmtpError::ConnectTimeout(_) => "connect_timeout",
-            ZmtpError::HandshakeTimeout(_) => "handshake_timeout",
-            ZmtpError::Closed => "closed",
-            ZmtpError::ClosedInHandshake => "closed_in_handshake",
-            ZmtpError::HeartbeatTimeout(_) => "heartbeat_timeout",
             ZmtpError::Protocol(
                 ProtocolError::MessageTooLarge(_)
                 | ProtocolError::CommandTooLarge(_)
                 | ProtocolError::TooManyFrames,
             ) => "too_large",
-            ZmtpError::Protocol(_) => "protocol",
-            ZmtpError::TooManyPublishers(_) => "too_many_publishers",
-            ZmtpError::TooManyHandshakes(_) => "too_many_handshakes",
-            ZmtpError::Replaced => "replaced",
+            error => error.into(),
         }
     }
 }

@@ -14,7 +14,6 @@
 
 mod command;
 mod connection;
-mod dealer;
 mod endpoint;
 mod error;
 mod frame;
@@ -25,8 +24,7 @@ mod session;
 mod sub;
 mod transport;
 
-pub use connection::{ConnectionTiming, ZmtpConnection};
-pub use dealer::DealerSocket;
+pub use connection::{ConnectionTiming, DealerSocket, ZmtpConnection};
 pub use endpoint::ZmtpEndpoint;
 pub use error::{ProtocolError, ZmtpError};
 pub use publisher::{PublisherId, SubEvent};

@@ -2,6 +2,7 @@
 //! bytes to send out.
 
 use bytes::{Bytes, BytesMut};
+use strum::IntoStaticStr;
 
 use crate::command::{self, ZmtpCommand};
 use crate::error::ProtocolError;
@@ -59,7 +60,8 @@ impl SocketRole {
 }
 
 /// The limit that a message exceeded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum ExceededLimit {
     /// [`MessageLimits::max_bytes`].
     Message,
@@ -70,10 +72,7 @@ pub enum ExceededLimit {
 impl ExceededLimit {
     /// Returns a short constant name, for metrics.
     pub fn as_str(self) -> &'static str {
-        match self {
-            ExceededLimit::Message => "message",
-            ExceededLimit::Frames => "frames",
-        }
+        self.into()
     }
 }
 

@@ -20,7 +20,7 @@ const KEEPALIVE: TcpKeepalive = TcpKeepalive::new()
     .with_retries(3);
 
 /// A bidirectional byte stream.
-pub(crate) trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
+pub trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for T {}
 

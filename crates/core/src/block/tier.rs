@@ -1,12 +1,25 @@
 //! Storage tiers of cached blocks, ordered from fast to slow.
 
 use serde::{Deserialize, Serialize};
+use strum::IntoStaticStr;
 
 /// Storage tier of a block.
 #[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    PartialOrd,
+    Ord,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
 )]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum StorageTier {
     /// Accelerator memory.
     #[default]
@@ -30,11 +43,6 @@ impl StorageTier {
 
     /// Returns the name used in metrics and JSON.
     pub fn as_str(self) -> &'static str {
-        match self {
-            StorageTier::Device => "device",
-            StorageTier::HostPinned => "host_pinned",
-            StorageTier::Disk => "disk",
-            StorageTier::External => "external",
-        }
+        self.into()
     }
 }

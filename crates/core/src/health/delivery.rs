@@ -55,7 +55,7 @@ impl HealthModel {
     }
 
     /// Updates which groups deliver. Returns the changes since the last call.
-    pub(super) fn update_deliveries(
+    pub(crate) fn update_deliveries(
         &mut self,
         unreachable: &BTreeMap<WorkerId, Duration>,
         now: Instant,
@@ -82,7 +82,7 @@ impl HealthModel {
 
     /// Returns the groups in which no rank delivers. A group that failed requests stays failing until
     /// one is delivered. `unreachable` are the workers that answer neither requests nor queries.
-    pub(super) fn failing_groups(
+    pub(crate) fn failing_groups(
         &self,
         unreachable: &BTreeMap<WorkerId, Duration>,
         now: Instant,

@@ -21,8 +21,9 @@ const INITIAL_HOLD_TIME: Duration = Duration::from_secs(3);
 
 /// Health of all ranks.
 #[derive(Debug, Default)]
-pub(super) struct HealthModel {
-    pub(super) rules: HealthRules,
+pub(crate) struct HealthModel {
+    /// Running ejections keep their end if the rules change.
+    pub(crate) rules: HealthRules,
     pub(super) ranks: HashMap<WorkerRank, RankRecord>,
     pub(super) groups: HashMap<PeerGroup, PeerGroupRecord>,
     pub(super) last_ticket: u64,
@@ -98,7 +99,7 @@ impl HealthModel {
 
     /// Returns the health of all ranks that are not in service, have failed recently, or may be
     /// failing according to a signal.
-    pub(super) fn report(&self, now: Instant) -> Vec<RankHealthReport> {
+    pub(crate) fn report(&self, now: Instant) -> Vec<RankHealthReport> {
         let row = |(rank, record): (&WorkerRank, &RankRecord)| RankHealthReport {
             rank: *rank,
             health: record.health(now),
@@ -123,7 +124,7 @@ impl HealthModel {
     }
 
     /// Returns the number of failed requests of each rank by kind.
-    pub(super) fn failed_requests(&self) -> Vec<(WorkerRank, RequestOutcome, u64)> {
+    pub(crate) fn failed_requests(&self) -> Vec<(WorkerRank, RequestOutcome, u64)> {
         let ranks = self.ranks.iter();
         ranks
             .flat_map(|(rank, record)| {
@@ -230,7 +231,6 @@ impl HealthModel {
         if report.outcome == RequestOutcome::Delivered {
             return self.record(report, now);
         }
-        let max_time = self.rules.max_ejection_time;
         self.count(report.rank, report.outcome, now);
         let Some(record) = self.ranks.get_mut(&report.rank) else {
             return Vec::new();
@@ -251,7 +251,7 @@ impl HealthModel {
         }
         vec![HealthTransition {
             rank: report.rank,
-            change: ejection.extend(min_time, max_time, now),
+            change: ejection.extend(min_time, now),
             evidence,
         }]
     }
@@ -270,7 +270,7 @@ impl HealthModel {
     }
 
     /// Records that a rank has generated output or completed a response.
-    pub(super) fn on_progress(&mut self, rank: WorkerRank, now: Instant) {
+    pub(crate) fn on_progress(&mut self, rank: WorkerRank, now: Instant) {
         if let Some(record) = self.ranks.get_mut(&rank) {
             record.progress_at = Some(now);
         }
@@ -414,8 +414,9 @@ impl HealthModel {
         changes
     }
 
-    /// Sets or clears a signal for all ranks of a worker.
-    pub(super) fn set_signal(&mut self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
+    /// Records whether a signal indicates a failing worker. While a signal is set, one failed
+    /// request suffices to eject a rank.
+    pub(crate) fn set_signal(&mut self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
         let ranks = self.ranks.iter_mut();
         for (_, record) in ranks.filter(|(rank, _)| rank.worker == worker) {
             if is_failing {
@@ -435,14 +436,13 @@ impl HealthModel {
         is_healthy: bool,
         now: Instant,
     ) -> bool {
-        let base_time = self.rules.base_ejection_time;
         let mut has_ended = false;
         let ranks = self.ranks.iter_mut();
         for (_, record) in ranks.filter(|(rank, _)| rank.worker == worker) {
             let Some(ejection) = record.ejection_mut() else {
                 continue;
             };
-            has_ended |= ejection.on_health_check(is_healthy, base_time, now);
+            has_ended |= ejection.on_health_check(is_healthy, now);
         }
         has_ended
     }

@@ -10,6 +10,12 @@ use super::waiting::WaitingRequest;
 use super::{HealthRules, HealthState};
 use crate::block::SequenceHash;
 
+/// Duration of the first ejection.
+const BASE_EJECTION_TIME: Duration = Duration::from_secs(1);
+
+/// Maximum duration of an ejection, however often a probe failed.
+const MAX_EJECTION_TIME: Duration = Duration::from_secs(20);
+
 /// Maximum number of ejections of one rank that health checks end early before a request succeeds.
 /// The endpoint of a crash-looping engine passes its health check now and then.
 const MAX_EARLY_ENDS: u32 = 3;
@@ -163,7 +169,6 @@ impl RankRecord {
         may_avoid: bool,
         now: Instant,
     ) -> Option<StateTransition> {
-        let period = rules.base_ejection_time.min(rules.max_ejection_time);
         let failures = f64::from(rules.consecutive_failures);
         let limit = if self.signals.is_empty() {
             failures
@@ -175,8 +180,8 @@ impl RankRecord {
         let is_proven = score >= limit && may_avoid;
         let cause = evidence.summary().failures.most_frequent()?;
         let ejected = |cause, threshold| StateTransition {
-            state: RankState::Ejected(RankEjection::new(cause, threshold, period, now)),
-            change: HealthChange::Ejected(period),
+            state: RankState::Ejected(RankEjection::new(cause, threshold, now)),
+            change: HealthChange::Ejected(BASE_EJECTION_TIME),
         };
         let returned = |change| StateTransition {
             state: RankState::InService,
@@ -229,12 +234,12 @@ impl RankState {
 }
 
 impl RankEjection {
-    fn new(cause: RequestOutcome, threshold: f64, period: Duration, now: Instant) -> Self {
+    fn new(cause: RequestOutcome, threshold: f64, now: Instant) -> Self {
         Self {
             cause,
             threshold,
-            until: add_saturating(now, period),
-            period,
+            until: add_saturating(now, BASE_EJECTION_TIME),
+            period: BASE_EJECTION_TIME,
             probe: None,
             is_down: false,
             early_ends: 0,
@@ -253,31 +258,21 @@ impl RankEjection {
     }
 
     /// Doubles the ejection time after a failed probe, within these limits.
-    pub(super) fn extend(
-        &mut self,
-        min_time: Duration,
-        max_time: Duration,
-        now: Instant,
-    ) -> HealthChange {
+    pub(super) fn extend(&mut self, min_time: Duration, now: Instant) -> HealthChange {
         let doubled = self.period.saturating_mul(2);
-        self.period = doubled.max(min_time).min(max_time);
+        self.period = doubled.max(min_time).min(MAX_EJECTION_TIME);
         self.until = add_saturating(now, self.period);
         HealthChange::EjectionExtended(self.period)
     }
 
     /// Handles a health check. Returns whether it ends the ejection.
-    pub(super) fn on_health_check(
-        &mut self,
-        is_healthy: bool,
-        base_time: Duration,
-        now: Instant,
-    ) -> bool {
+    pub(super) fn on_health_check(&mut self, is_healthy: bool, now: Instant) -> bool {
         let is_restarted = is_healthy && self.is_down && self.early_ends < MAX_EARLY_ENDS;
         let has_ended = is_restarted && self.can_health_check_end();
         if has_ended {
             self.until = self.until.min(now);
             if self.early_ends == 0 {
-                self.period = self.period.min(base_time);
+                self.period = self.period.min(BASE_EJECTION_TIME);
             }
             self.early_ends += 1;
         }

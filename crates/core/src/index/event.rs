@@ -1,5 +1,7 @@
 //! KV events of an engine in the index's terms: hashes are computed and tiers are resolved.
 
+use strum::IntoStaticStr;
+
 use crate::block::{EngineHash, LocalHash, StorageTier};
 
 pub use super::cache_groups::GroupNeed;
@@ -65,7 +67,8 @@ impl KvEvent {
 }
 
 /// Result of applying one event. Outcomes are counted and never stop the stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum ApplyOutcome {
     /// Applied completely.
     Ok,
@@ -73,6 +76,7 @@ pub enum ApplyOutcome {
     DuplicateStore,
     /// Applied to a lower tier. The parent is unknown on this rank, and the blocks count once it is
     /// stored.
+    #[strum(serialize = "parent_block_awaited")]
     ParentAwaited,
     /// Dropped in part, in a lower tier: too many blocks have an unknown parent.
     TooManyWaiting,
@@ -80,6 +84,7 @@ pub enum ApplyOutcome {
     IndexFull,
     /// Dropped: the parent is unknown on this rank. Attaching the blocks to the root would create a
     /// wrong prefix.
+    #[strum(serialize = "parent_block_not_found")]
     ParentNotFound,
     /// Applied as far as possible: some removed blocks were unknown on this rank.
     BlockNotFound,
@@ -91,15 +96,6 @@ pub enum ApplyOutcome {
 impl ApplyOutcome {
     /// Returns the name used in metrics.
     pub fn as_str(self) -> &'static str {
-        match self {
-            ApplyOutcome::Ok => "ok",
-            ApplyOutcome::DuplicateStore => "duplicate_store",
-            ApplyOutcome::ParentAwaited => "parent_block_awaited",
-            ApplyOutcome::TooManyWaiting => "too_many_waiting",
-            ApplyOutcome::IndexFull => "index_full",
-            ApplyOutcome::ParentNotFound => "parent_block_not_found",
-            ApplyOutcome::BlockNotFound => "block_not_found",
-            ApplyOutcome::TooManyGroups => "too_many_groups",
-        }
+        self.into()
     }
 }

@@ -15,7 +15,7 @@ use super::limits::BlockLimits;
 use super::reinsertion::ReinsertionLog;
 use super::stale_blocks::StaleBlocks;
 use super::stats::{BlockCounts, EventCursor, SlotStats};
-use super::watched_prefixes::PrefixWatches;
+use super::watch::PrefixWatches;
 use crate::block::StorageTier;
 use crate::worker::RankSlot;
 

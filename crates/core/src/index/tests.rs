@@ -66,43 +66,6 @@ fn replaced_writer_is_no_longer_reported() {
 }
 
 #[test]
-fn reused_overlaps_contain_only_last_query() {
-    let index = PrefixIndex::new();
-    let mut writers = [
-        index.create_writer(RankSlot(3)),
-        index.create_writer(RankSlot(5)),
-    ];
-    writers[0].apply(&stored(None, &[(1, 100)], StorageTier::Device));
-    writers[1].apply(&stored(None, &[(2, 100)], StorageTier::HostPinned));
-    let mut overlaps = Overlaps::new();
-    index.query_overlaps(&prompt(&[LocalHash(1)]), &mut overlaps);
-    assert_eq!(
-        overlaps.iter().collect::<Vec<_>>(),
-        [(
-            RankSlot(3),
-            TierBlocks {
-                device: 1,
-                ..TierBlocks::default()
-            }
-        )]
-    );
-    index.query_overlaps(&prompt(&[LocalHash(2)]), &mut overlaps);
-    assert_eq!(
-        overlaps.iter().collect::<Vec<_>>(),
-        [(
-            RankSlot(5),
-            TierBlocks {
-                host: 1,
-                ..TierBlocks::default()
-            }
-        )]
-    );
-    index.query_overlaps(&prompt(&[LocalHash(9)]), &mut overlaps);
-    assert_eq!(overlaps.iter().count(), 0);
-    assert_eq!(overlaps.get(RankSlot(3)), TierBlocks::default());
-}
-
-#[test]
 fn truncated_run_returns_memory() {
     let cases: [(&str, Vec<Vec<u64>>); 3] = [
         (

@@ -119,7 +119,7 @@ pub enum AttemptState<'a, B> {
 /// Size of a ledger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LedgerCounts {
-    /// Reservations. One whose worker is gone counts until the next sweep.
+    /// Reservations.
     pub bookings: usize,
     /// Reservations that were released because they were idle, since the start.
     pub expired: u64,
@@ -260,7 +260,7 @@ impl<B: BookingAttachment> BookingLedger<B> {
         };
         let is_applied = reservation.on_first_token();
         reservation.learn_prefill(CachedTokenSource::Known);
-        if is_applied && !reservation.is_active() && self.rules.max_ended > 0 {
+        if is_applied && !reservation.is_active() {
             // The attempt was a prefill alone, which ends with the first token.
             self.end_booking(attempt.request);
         }
@@ -296,8 +296,8 @@ impl<B: BookingAttachment> BookingLedger<B> {
         LedgerChange::from_applied(was_active)
     }
 
-    /// Releases idle reservations and removes those whose worker is gone. Returns the number of
-    /// idle ones. Must be called periodically, with or without traffic.
+    /// Releases idle reservations and returns their number. Must be called periodically, with or
+    /// without traffic.
     pub fn expire(&mut self) -> usize {
         let Self {
             load,
@@ -323,28 +323,16 @@ impl<B: BookingAttachment> BookingLedger<B> {
                 *remembered -= 1;
             }
         }
-        let mut released: Vec<_> = entries
-            .extract_if(|_, entry| {
-                entry.reservation.is_some() && is_idle(entry.last_seen, now, rules)
-            })
+        let released = entries.extract_if(|_, entry| {
+            entry.reservation.is_some() && is_idle(entry.last_seen, now, rules)
+        });
+        let released: Vec<_> = released
             .filter_map(|(_, entry)| entry.reservation)
             .collect();
-        let count = released.len();
-        let inactive = load.find_inactive(
-            entries
-                .iter()
-                .filter_map(|(request, entry)| Some((request, entry.reservation.as_ref()?))),
-        );
-        let inactive: Vec<String> = inactive.into_iter().cloned().collect();
-        released.extend(
-            inactive
-                .iter()
-                .filter_map(|request| entries.remove(request)?.reservation),
-        );
         self.blocks -= released.iter().map(blocks_of).sum::<usize>();
         self.swept_at = now;
-        self.expired += count as u64;
-        count
+        self.expired += released.len() as u64;
+        released.len()
     }
 
     /// Returns the size of the ledger.
@@ -399,7 +387,7 @@ impl<B: BookingAttachment> BookingLedger<B> {
         }
     }
 
-    /// Removes the entry of a request if it is idle or its worker is gone.
+    /// Removes the entry of a request if it is idle or was never booked.
     fn remove_stale(&mut self, attempt: RequestAttempt<'_>) {
         let now = self.load.now();
         if now.saturating_duration_since(self.swept_at) >= SWEEP_INTERVAL {

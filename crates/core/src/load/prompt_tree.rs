@@ -155,25 +155,6 @@ impl PromptTree {
         }
     }
 
-    /// Removes all holders on a slot.
-    pub(super) fn remove_slot(&mut self, slot: RankSlot) {
-        let mut empty = Vec::new();
-        for (id, node) in &mut self.nodes {
-            node.holders.retain(|holder| holder.slot != slot);
-            if node.holders.is_empty() {
-                empty.push((Reverse(node.from), id));
-            }
-        }
-        // Children come before their parents.
-        empty.sort_unstable();
-        let parents: Vec<_> = empty
-            .iter()
-            .filter_map(|(_, id)| self.nodes[*id].parent)
-            .collect();
-        empty.iter().for_each(|(_, id)| self.unlink(*id));
-        parents.into_iter().for_each(|id| self.merge_child(id));
-    }
-
     /// Returns, per slot, the number of these prompts' blocks that it holds. Slots beyond the end
     /// hold none.
     pub(super) fn held_blocks(&self, prompts: &[SequenceHashes]) -> Vec<u32> {

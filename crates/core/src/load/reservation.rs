@@ -8,14 +8,13 @@ use super::events::{BookingId, ReservationEvent, ReservationState};
 use super::latency::FirstTokenObservation;
 use super::learning::{CachedTokenSource, CompleteOutput};
 use super::prefill_queue::PrefillEndCause;
-use super::table::{BookedShare, LoadTable, ReservationPart};
+use super::table::{BookedShare, ReservationPart};
 use super::tracker::LoadTracker;
 use super::view::LoadView;
 use super::weight::BlockWeight;
 use crate::worker::{RankSlot, WorkerRank};
 
-/// All bookings of one request. Dropping it releases them. A booking whose rank is gone has nothing
-/// to release.
+/// All bookings of one request. Dropping it releases them.
 #[derive(Debug)]
 #[must_use = "dropping a reservation releases its load"]
 pub struct Reservation {
@@ -75,17 +74,6 @@ impl LoadTracker {
         mirrored.add_output_blocks(state.full_blocks, None);
         Some(mirrored)
     }
-
-    /// Returns the keys of the reservations that hold no load any more, under one lock.
-    pub(super) fn find_inactive<'a, K>(
-        &self,
-        held: impl Iterator<Item = (K, &'a Reservation)>,
-    ) -> Vec<K> {
-        let table = self.table.lock();
-        held.filter(|(_, reservation)| !reservation.is_active_in(&table))
-            .map(|(key, _)| key)
-            .collect()
-    }
 }
 
 impl Reservation {
@@ -98,7 +86,12 @@ impl Reservation {
         let mut shares = shares.into_iter().flatten();
         let parts = bookings
             .into_iter()
-            .map(|booking| ReservationPart::new(booking, shares.next()))
+            .map(|booking| ReservationPart {
+                booking,
+                share: shares.next(),
+                completed_prefill: None,
+                pending_prefill: None,
+            })
             .collect();
         Self {
             tracker,
@@ -129,23 +122,9 @@ impl Reservation {
         self.parts.iter().map(|part| &part.booking)
     }
 
-    /// Returns whether any booking still counts as load: it was made, has not ended, and its rank
-    /// is in the fleet.
+    /// Returns whether any booking still counts as load: it was made and has not ended.
     pub fn is_active(&self) -> bool {
-        self.is_active_in(&self.tracker.table.lock())
-    }
-
-    /// Like [`Self::is_active`], for a caller that already holds the lock of the table.
-    pub(super) fn is_active_in(&self, table: &LoadTable) -> bool {
-        self.parts.iter().any(|part| table.is_active(part))
-    }
-
-    /// Returns whether a booking was lost because its rank left the fleet or rejoined it.
-    pub fn is_interrupted(&self) -> bool {
-        let table = self.tracker.table.lock();
-        self.parts
-            .iter()
-            .any(|part| part.share.is_some() && !table.is_active(part))
+        self.parts.iter().any(|part| part.share.is_some())
     }
 
     /// Handles the first token: ends the prefill share and the bookings that last until then.
@@ -288,8 +267,8 @@ impl Reservation {
     fn release_all(&mut self) -> bool {
         self.notify(ReservationEvent::Released);
         self.event_id = None;
+        let is_held = self.is_active();
         let parts = &mut self.parts;
-        let is_held = parts.iter().any(|part| part.share.is_some());
         is_held
             && self
                 .tracker

@@ -7,7 +7,8 @@ use std::collections::HashMap;
 use super::booking::LoadBooking;
 use super::latency::ModelId;
 use super::table::{BookedShare, RankRow};
-use crate::worker::{RankSlot, WorkerEndpoint, WorkerRank};
+use crate::fleet::FleetMember;
+use crate::worker::{RankSlot, WorkerEndpoint};
 
 /// First slot of departed ranks. No fleet has as many slots.
 const FIRST_DEPARTED: u32 = 1 << 31;
@@ -87,23 +88,15 @@ impl RankRows {
 
     /// Returns the row of a rank to the fleet, if the rank has departed from this address. Returns
     /// its previous slot.
-    pub(super) fn rejoin(
-        &mut self,
-        slot: RankSlot,
-        rank: WorkerRank,
-        endpoint: WorkerEndpoint,
-        model: ModelId,
-    ) -> Option<RankSlot> {
-        let is_same = |departed: &DepartedRow| {
-            departed.endpoint == endpoint
-                && departed.row.rank == rank
-                && departed.row.model == model
+    pub(super) fn rejoin(&mut self, member: &FleetMember, model: ModelId) -> Option<RankSlot> {
+        let is_same = |DepartedRow { endpoint, row }: &DepartedRow| {
+            *endpoint == member.worker.endpoint && row.rank == member.rank && row.model == model
         };
         let mut departed = self.departed.iter();
         let previous = *departed.find(|(_, departed)| is_same(departed))?.0;
         let DepartedRow { row, .. } = self.departed.remove(&previous)?;
-        self.moved.insert(row.generation, slot);
-        self.insert(slot, row);
+        self.moved.insert(row.generation, member.slot);
+        self.insert(member.slot, row);
         Some(previous)
     }
 
@@ -117,21 +110,16 @@ impl RankRows {
         Some(row)
     }
 
-    /// Returns the current slot of the row that a share was booked in, if the row still exists.
-    pub(super) fn slot_of(&self, booking: &LoadBooking, share: &BookedShare) -> Option<RankSlot> {
-        match self.get(booking.slot) {
-            Some(row) if row.generation == share.generation => Some(booking.slot),
-            _ => self.moved.get(&share.generation).copied(),
-        }
-    }
-
-    /// Returns the row that a share was booked in, with its current slot, if it still exists.
+    /// Returns the row that a share was booked in, with its current slot.
     pub(super) fn find(
         &mut self,
         booking: &LoadBooking,
         share: &BookedShare,
     ) -> Option<(RankSlot, &mut RankRow)> {
-        let slot = self.slot_of(booking, share)?;
+        let slot = match self.get(booking.slot) {
+            Some(row) if row.generation == share.generation => booking.slot,
+            _ => *self.moved.get(&share.generation)?,
+        };
         let row = if is_departed(slot) {
             &mut self.departed.get_mut(&slot)?.row
         } else {

@@ -9,7 +9,8 @@ use super::prompt_tree::{LeafId, PromptTree, WeightChange};
 use super::rows::RankRows;
 use super::sequences::PromptSequences;
 use super::weight::{BlockWeight, OutputBlocks};
-use crate::worker::{ModelName, RankSlot, WorkerEndpoint, WorkerRank};
+use crate::fleet::FleetMember;
+use crate::worker::{RankSlot, WorkerRank};
 
 /// Rows of all slots.
 #[derive(Debug, Default)]
@@ -40,8 +41,7 @@ pub(super) struct RankRow {
     pub(super) factors: SlowdownFactors,
     pub(super) prefills: PrefillQueue,
     pub(super) slowdown: RankSlowdown,
-    /// Unique over all slots and openings. A booking whose generation differs was made in a row
-    /// that is gone.
+    /// Unique over all slots and openings: names the row of a booking after it has moved.
     pub(super) generation: u64,
 }
 
@@ -82,25 +82,20 @@ pub(super) struct ReservationPart {
     pub(super) pending_prefill: Option<Duration>,
 }
 
-impl ReservationPart {
-    pub(super) fn new(booking: LoadBooking, share: Option<BookedShare>) -> Self {
-        Self {
-            booking,
-            share,
-            completed_prefill: None,
-            pending_prefill: None,
-        }
-    }
-}
-
 impl LoadTable {
-    pub(super) fn open(&mut self, slot: RankSlot, rank: WorkerRank, model: &ModelName) -> bool {
-        let was_open = self.close(slot);
+    /// Opens the slot of a member. If the rank has departed from the same address and has bookings,
+    /// it returns with them.
+    pub(super) fn join(&mut self, member: &FleetMember) {
+        let FleetMember { slot, rank, worker } = member;
+        let model = self.latency.model_id(&worker.model);
+        let slowdown = self.latency.take_departed_slowdown(*rank, model);
+        // A row that returns has learned more than the copy of its departure.
+        if let Some(previous) = self.rows.rejoin(member, model) {
+            return self.prompts.move_slot(previous, *slot);
+        }
         self.last_generation += 1;
-        let model = self.latency.model_id(model);
-        let slowdown = self.latency.take_departed_slowdown(rank, model);
         let row = RankRow {
-            rank,
+            rank: *rank,
             generation: self.last_generation,
             requests: 0,
             prefills: PrefillQueue::default(),
@@ -110,39 +105,18 @@ impl LoadTable {
             slowdown,
             model,
         };
-        self.rows.insert(slot, row);
-        was_open
+        self.rows.insert(*slot, row);
     }
 
-    /// Opens a slot for a rank at this address. If the rank has departed from there and has bookings,
-    /// it returns with them.
-    pub(super) fn join(
-        &mut self,
-        slot: RankSlot,
-        rank: WorkerRank,
-        endpoint: WorkerEndpoint,
-        model: &ModelName,
-    ) -> bool {
-        let was_open = self.close(slot);
-        let id = self.latency.model_id(model);
-        let Some(previous) = self.rows.rejoin(slot, rank, endpoint, id) else {
-            return self.open(slot, rank, model) || was_open;
-        };
-        // The row has learned more than the copy of its departure.
-        self.latency.take_departed_slowdown(rank, id);
-        self.prompts.move_slot(previous, slot);
-        was_open
-    }
-
-    /// Closes the slot of a rank that leaves the fleet. Its bookings stay until they end.
-    pub(super) fn depart(&mut self, slot: RankSlot, endpoint: WorkerEndpoint) -> bool {
-        let Some(row) = self.rows.remove(slot) else {
+    /// Closes the slot of a member. Its bookings stay until they end. Returns whether it was open.
+    pub(super) fn leave(&mut self, member: &FleetMember) -> bool {
+        let Some(row) = self.rows.remove(member.slot) else {
             return false;
         };
         self.store_slowdown(&row);
         if row.has_bookings() {
-            let departed = self.rows.depart(row, endpoint);
-            self.prompts.move_slot(slot, departed);
+            let departed = self.rows.depart(row, member.worker.endpoint);
+            self.prompts.move_slot(member.slot, departed);
         }
         true
     }
@@ -150,17 +124,6 @@ impl LoadTable {
     fn store_slowdown(&mut self, row: &RankRow) {
         self.latency
             .store_departed_slowdown(row.rank, row.model, row.slowdown);
-    }
-
-    pub(super) fn close(&mut self, slot: RankSlot) -> bool {
-        let closed = self.rows.remove(slot);
-        if let Some(row) = &closed {
-            self.store_slowdown(row);
-            if row.has_bookings() {
-                self.prompts.remove_slot(slot);
-            }
-        }
-        closed.is_some()
     }
 
     #[inline(always)]
@@ -248,11 +211,6 @@ impl LoadTable {
         })
     }
 
-    pub(super) fn is_active(&self, part: &ReservationPart) -> bool {
-        let share = part.share.as_ref();
-        share.is_some_and(|share| self.rows.slot_of(&part.booking, share).is_some())
-    }
-
     pub(super) fn on_first_token(
         &mut self,
         part: &mut ReservationPart,
@@ -327,12 +285,9 @@ impl LoadTable {
             && let Some(row) = self.rows.get_mut(booking.slot)
             && row.rank == booking.rank
         {
-            // The ticket of a row that is gone has no meaning in another row.
-            share.prefill = if share.has_first_token {
-                None
-            } else {
-                row.begin_prefill(&self.latency, &booking, now)
-            };
+            if !share.has_first_token {
+                share.prefill = row.begin_prefill(&self.latency, &booking, now);
+            }
             part.share = Some(row.adopt_share(&mut self.prompts, &booking, share));
             part.booking = booking;
         }

@@ -6,7 +6,8 @@ use parking_lot::Mutex;
 
 use super::*;
 use crate::block::SequenceHash;
-use crate::worker::{DpRank, RankSlot, WorkerId, WorkerRank};
+use crate::fleet::FleetMember;
+use crate::worker::{BlockSize, DpRank, RankSlot, Worker, WorkerId, WorkerRank};
 
 mod calibration;
 mod departures;
@@ -16,6 +17,16 @@ fn rank(worker: u64) -> WorkerRank {
     WorkerRank {
         worker: WorkerId(worker),
         rank: DpRank(0),
+    }
+}
+
+pub(super) fn member(slot: u32, id: u64, port: u16) -> FleetMember {
+    let endpoint = format!("127.0.0.1:{port}").parse().unwrap();
+    let block_size = BlockSize::new(16).unwrap();
+    FleetMember {
+        slot: RankSlot(slot),
+        rank: rank(id),
+        worker: Arc::new(Worker::new(WorkerId(id), endpoint, "m".into(), block_size)),
     }
 }
 
@@ -53,7 +64,7 @@ fn loads(tracker: &LoadTracker) -> Vec<(u32, u64, u64, u64)> {
 #[test]
 fn prefill_load_excludes_cached_and_untracked_tokens() {
     let tracker = LoadTracker::new(Instant::now);
-    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
+    tracker.join(&member(0, 1, 1));
     for (cached, track, expected) in [(0, true, 64), (48, true, 16), (100, true, 0), (0, false, 0)]
     {
         let booking = LoadBooking {
@@ -74,7 +85,7 @@ fn prefill_load_excludes_cached_and_untracked_tokens() {
 #[test]
 fn huge_prompt_lengths_do_not_overflow_load() {
     let tracker = LoadTracker::new(Instant::now);
-    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
+    tracker.join(&member(0, 1, 1));
     let huge: Vec<_> = (0..3)
         .map(|_| book(&tracker, booking(0, 1, &[1], u64::MAX)))
         .collect();
@@ -89,7 +100,7 @@ fn huge_prompt_lengths_do_not_overflow_load() {
 #[test]
 fn closed_or_reassigned_slot_is_not_booked() {
     let tracker = LoadTracker::new(Instant::now);
-    tracker.open_slot(RankSlot(1), rank(1), &"m".into());
+    tracker.join(&member(1, 1, 1));
     let reservations = [
         book(&tracker, booking(0, 1, &[1], 16)),
         book(&tracker, booking(1, 2, &[1], 16)),
@@ -115,7 +126,7 @@ fn closed_or_reassigned_slot_is_not_booked() {
 #[test]
 fn concurrent_bookings_see_each_other() {
     let tracker = LoadTracker::new(Instant::now);
-    (0..4).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &"m".into()));
+    (0..4).for_each(|slot| tracker.join(&member(slot, slot.into(), 1)));
     let choose_idlest = |view: &LoadView<'_>| {
         let requests = |slot: &u32| {
             view.load(RankSlot(*slot), rank(u64::from(*slot)))
@@ -186,7 +197,7 @@ fn counted() -> (Arc<LoadTracker>, Arc<CapacityCounter>) {
     let counter = Arc::new(CapacityCounter::default());
     let tracker = LoadTracker::with_listener(Instant::now, counter.clone());
     counter.tracker.set(Arc::downgrade(&tracker)).unwrap();
-    (0..2).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &"m".into()));
+    (0..2).for_each(|slot| tracker.join(&member(slot, slot.into(), 1)));
     (tracker, counter)
 }
 
@@ -195,7 +206,7 @@ fn timed() -> (Arc<LoadTracker>, Arc<Mutex<Instant>>) {
     let now = Arc::new(Mutex::new(Instant::now()));
     let clock = now.clone();
     let tracker = LoadTracker::new(move || *clock.lock());
-    (0..2).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &"m".into()));
+    (0..2).for_each(|slot| tracker.join(&member(slot, slot.into(), 1)));
     (tracker, now)
 }
 
@@ -232,7 +243,7 @@ fn first_token_releases_prefill_booking() {
 #[test]
 fn relocated_booking_keeps_its_progress() {
     let (tracker, counter) = counted();
-    tracker.open_slot(RankSlot(2), rank(2), &"m".into());
+    tracker.join(&member(2, 2, 1));
     let prefill = LoadBooking {
         end: BookingEnd::FirstToken,
         ..booking(0, 0, &[1, 2], 32)
@@ -285,7 +296,7 @@ fn relocated_booking_keeps_its_progress() {
             ..booking(0, 0, &[1, 2], 32)
         },
     );
-    tracker.close_slot(RankSlot(0));
+    tracker.leave(&member(0, 0, 1));
     assert!(cached.relocate(to(1, 1, 16)), "its first rank has left");
     assert_eq!(loads(&tracker), [(1, 2, 16, 1), (2, 0, 0, 0)]);
     assert!(!cached.relocate(|_, _| None));
@@ -317,10 +328,10 @@ fn capacity_listener_runs_unlocked_after_load_decreases() {
     drop(first);
     expect_notified(1, "the end");
     let second = book(&tracker, booking(1, 1, &[1], 16));
-    tracker.close_slot(RankSlot(1));
+    tracker.leave(&member(1, 1, 1));
     expect_notified(1, "the worker has left");
     drop(second);
-    expect_notified(0, "no load was held any more");
+    expect_notified(1, "the end of a request at a worker that has left");
 }
 
 #[test]
@@ -341,49 +352,4 @@ fn out_of_range_fractions_are_clamped() {
     let mut held = book(&tracker, booking(0, 0, &[], 0));
     (0..5).for_each(|_| held.add_output_block(Some(0.7)));
     assert_eq!(loads(&tracker)[0].1, 4, "3.5 is rounded upwards");
-}
-
-#[test]
-fn moved_request_keeps_no_ticket_of_lost_row() {
-    let tracker = LoadTracker::new(Instant::now);
-    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
-    tracker.open_slot(RankSlot(1), rank(2), &"m".into());
-    let mut moved = book(&tracker, booking(0, 1, &[], 40));
-    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
-    moved.on_first_token();
-    assert!(moved.relocate(|_, _| Some(booking(1, 2, &[], 40))));
-    let other = book(&tracker, booking(1, 2, &[], 50));
-    drop(moved);
-    assert_eq!(loads(&tracker), [(0, 0, 0, 0), (1, 0, 50, 1)]);
-    drop(other);
-}
-
-#[test]
-fn estimated_prefill_decays_with_time() {
-    let (tracker, now) = timed();
-    let timed = |tokens, millis| LoadBooking {
-        prefill_time: Some(Duration::from_millis(millis)),
-        ..booking(0, 0, &[], tokens)
-    };
-    let _instant = book(&tracker, timed(100, 0));
-    assert_eq!(
-        loads(&tracker)[0].2,
-        0,
-        "a prefill without duration is complete"
-    );
-    let other = book(&tracker, timed(100, 1000));
-    assert_eq!(loads(&tracker)[0].2, 100);
-    drop(_instant);
-    *now.lock() += Duration::from_millis(333);
-    assert_eq!(
-        loads(&tracker)[0].2,
-        67,
-        "the remaining part is rounded upwards"
-    );
-    *now.lock() += Duration::from_secs(1 << 60);
-    assert_eq!(loads(&tracker)[0].2, 0);
-    let unknown = book(&tracker, booking(0, 0, &[], 50));
-    assert_eq!(loads(&tracker)[0].2, 50, "only estimated prefills decay");
-    drop((other, unknown));
-    assert_eq!(loads(&tracker)[0], (0, 0, 0, 0));
 }

@@ -13,7 +13,7 @@ use super::events::{BookingId, LoadListener, ReservationEvent};
 use super::table::LoadTable;
 use super::view::LoadView;
 use crate::fleet::FleetMember;
-use crate::worker::{ModelName, RankSlot, WorkerRank};
+use crate::worker::{RankSlot, WorkerRank};
 
 /// Load of all worker ranks.
 pub struct LoadTracker {
@@ -49,29 +49,15 @@ impl LoadTracker {
     /// Opens the slot of a member that joins the fleet. If the same rank has left before and requests
     /// run on it at the same address, it returns with their bookings.
     pub fn join(&self, member: &FleetMember) {
-        let FleetMember { slot, rank, worker } = member;
-        self.engine_loads.open(*slot, *rank);
-        self.change(|table, _| table.join(*slot, *rank, worker.endpoint, &worker.model));
+        self.engine_loads.open(member.slot, member.rank);
+        self.table.lock().join(member);
     }
 
     /// Closes the slot of a member that has left the fleet. Its bookings stay until they end, and
     /// return with it.
     pub fn leave(&self, member: &FleetMember) {
         self.engine_loads.close(member.slot);
-        self.change(|table, _| table.depart(member.slot, member.worker.endpoint));
-    }
-
-    /// Opens a slot for a rank that serves a model. If the slot was open, its bookings are discarded.
-    pub fn open_slot(&self, slot: RankSlot, rank: WorkerRank, model: &ModelName) {
-        self.engine_loads.open(slot, rank);
-        self.change(|table, _| table.open(slot, rank, model));
-    }
-
-    /// Closes a slot and discards its bookings. Releasing them later has no effect, even if the
-    /// slot was opened again.
-    pub fn close_slot(&self, slot: RankSlot) {
-        self.engine_loads.close(slot);
-        self.change(|table, _| table.close(slot));
+        self.change(|table, _| table.leave(member));
     }
 
     /// Returns the load that the engines report.
@@ -95,12 +81,6 @@ impl LoadTracker {
     pub fn active_requests(&self, slot: RankSlot, rank: WorkerRank) -> u64 {
         let load = self.read(|view| view.load(slot, rank));
         load.map_or(0, |load| load.active_requests)
-    }
-
-    /// Returns the number of requests to assume on a slot in addition to its bookings. Decisions
-    /// read all candidates from one [`EngineLoadTable::view`].
-    pub fn unbooked_requests(&self, slot: RankSlot) -> u64 {
-        self.engine_loads.view(self.now()).unbooked_requests(slot)
     }
 
     /// Reads the load at one instant. `read` must be fast and must not call the tracker.

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
+use strum::IntoStaticStr;
 
 use super::check::BlockEvidence;
 use crate::worker::WorkerId;
@@ -52,8 +53,9 @@ pub struct TokenDifference {
 }
 
 /// Result of the canaries on one worker.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, IntoStaticStr)]
 #[serde(rename_all = "snake_case", tag = "verdict")]
+#[strum(serialize_all = "snake_case")]
 pub enum CanaryVerdict {
     /// Not tested yet.
     #[default]
@@ -90,13 +92,7 @@ pub enum CanaryVerdict {
 impl CanaryVerdict {
     /// Returns the label in metrics.
     pub fn label(&self) -> &'static str {
-        match self {
-            CanaryVerdict::Untested => "untested",
-            CanaryVerdict::Agrees { .. } => "agrees",
-            CanaryVerdict::Differs { .. } => "differs",
-            CanaryVerdict::GenerationPromptDiffers { .. } => "generation_prompt_differs",
-            CanaryVerdict::CannotTest { .. } => "cannot_test",
-        }
+        self.into()
     }
 }
 

@@ -1,39 +1,31 @@
 //! Per-request overrides of the configured policy. Whether a client may set them is decided where
 //! the request is parsed.
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 use super::settings::{PolicyName, PolicySettings, RoutingPolicy};
 use super::weights::{Weights, check_range};
 
 /// Values of one request that replace configured ones.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RouterOverrides {
     /// Replaces the policy.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub policy: Option<PolicyName>,
     /// Replaces [`Weights::overlap_score_credit`].
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub overlap_score_credit: Option<f64>,
     /// Replaces [`Weights::prefill_load_scale`].
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub prefill_load_scale: Option<f64>,
     /// Replaces [`Weights::router_temperature`].
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub router_temperature: Option<f64>,
     /// Replaces [`Weights::shared_cache_multiplier`].
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_cache_multiplier: Option<f64>,
     /// Whether the request is assumed to share blocks with running requests.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub assume_kv_reuse: Option<bool>,
     /// Whether the prefill of this request counts as load.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub track_prefill_tokens: Option<bool>,
     /// Older name of `prefill_load_scale`; 0 also removes the device credit. The newer names take
     /// precedence.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub overlap_score_weight: Option<f64>,
 }
 

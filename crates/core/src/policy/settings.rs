@@ -14,8 +14,9 @@ use super::sticky::{StickyModel, StickySettings};
 use super::weights::Weights;
 
 /// Policy that computes the cost of a candidate.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, IntoStaticStr)]
 #[serde(tag = "name", rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum RoutingPolicy {
     /// Time that the choice costs all requests.
     Seconds(SecondsSettings),
@@ -93,15 +94,7 @@ impl PolicyName {
 impl RoutingPolicy {
     /// Returns the name of the policy.
     pub fn as_str(&self) -> &'static str {
-        let name = match self {
-            RoutingPolicy::Seconds(_) => PolicyName::Seconds,
-            RoutingPolicy::Linear => PolicyName::Linear,
-            RoutingPolicy::Lmetric => PolicyName::Lmetric,
-            RoutingPolicy::Sticky(_) => PolicyName::Sticky,
-            RoutingPolicy::LeastLoaded => PolicyName::LeastLoaded,
-            RoutingPolicy::RoundRobin => PolicyName::RoundRobin,
-        };
-        name.as_str()
+        self.into()
     }
 
     /// Returns whether the cost depends on the booked work of the ranks and the learned latency.

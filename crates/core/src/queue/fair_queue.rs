@@ -9,9 +9,8 @@ use std::time::Instant;
 
 use super::classes::{ClassId, QueueClasses, QueueLimitKind};
 use super::deficit_round_robin::DeficitRoundRobin;
-use super::entry::QueueEntry;
 use super::lanes::{ClassLanes, QueueDepth};
-use super::metadata::QueueLane;
+use super::metadata::{QueueEntry, QueueLane};
 use super::order::QueuePosition;
 
 /// Maximum number of tokens that one request counts for. Prompt lengths may be estimates from

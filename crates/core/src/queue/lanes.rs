@@ -7,8 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::entry::QueueEntry;
-use super::metadata::QueueLane;
+use super::metadata::{QueueEntry, QueueLane};
 use super::order::QueuePosition;
 
 /// Queued amounts.

@@ -1,5 +1,8 @@
-//! Properties of a request that define its class and its order.
+//! Queued requests, and the properties that define their class and their order.
 
+use std::time::Instant;
+
+use super::classes::ClassId;
 use crate::worker::WorkerRank;
 
 /// Set of workers that a request competes for. Requests of different lanes do not block each other.
@@ -41,4 +44,17 @@ impl QueueMetadata {
     pub fn cost(&self) -> u64 {
         self.uncached_tokens().max(1)
     }
+}
+
+/// Queued request.
+#[derive(Clone, Debug)]
+pub struct QueueEntry<T> {
+    /// Properties of the request.
+    pub metadata: QueueMetadata,
+    /// Class that it waits in.
+    pub class: ClassId,
+    /// Arrival in the queue.
+    pub arrived_at: Instant,
+    /// The request itself.
+    pub payload: T,
 }

@@ -27,9 +27,12 @@ pub struct EventSources {
     table: ArcSwap<FreshnessTable>,
     registered: DashMap<WorkerRank, SharedSource>,
     engine_settings: ArcSwap<EngineSettingsByWorker>,
-    common_settings: SharedCommonSettings,
-    adapters: SharedAdapters,
-    windows: SharedWindows,
+    /// Settings common to each model.
+    pub common_settings: SharedCommonSettings,
+    /// Adapters of all workers.
+    pub adapters: SharedAdapters,
+    /// Learned tokens that the hash of each block covers, by model.
+    pub windows: SharedWindows,
 }
 
 /// Tokens that the hash of each block covers by most engines of each model, as their events show it.
@@ -100,21 +103,6 @@ impl EventSources {
     ) {
         self.engine_settings.store(Arc::new(engine_settings));
         self.common_settings.store(Arc::new(common_settings));
-    }
-
-    /// Returns the settings common to each model, shared for later changes.
-    pub fn common_settings(&self) -> &SharedCommonSettings {
-        &self.common_settings
-    }
-
-    /// Returns the adapters of all workers, shared for later changes.
-    pub fn adapters(&self) -> &SharedAdapters {
-        &self.adapters
-    }
-
-    /// Returns the learned tokens that the hash of each block covers by model, shared for later changes.
-    pub fn windows(&self) -> &SharedWindows {
-        &self.windows
     }
 
     /// Determines again which tokens block hashes cover, by most engines of each model. A model is

@@ -144,7 +144,7 @@ impl Router {
     pub fn on_completed_response(&self, placement: &Placement) {
         let rank = placement.route.to.rank;
         let health = &self.feedback.health;
-        health.on_completed_response(rank, self.load.now());
+        health.model().on_progress(rank, self.load.now());
     }
 
     /// Handles the end of a request. If it ended before its first token, its predicted blocks are
@@ -173,9 +173,10 @@ impl Router {
         self.held.release_expired(now);
         let health = self.feedback.health.on_tick(now);
         let unreachable = self.unreachable_workers();
+        let mut model = self.feedback.health.model();
         TickChanges {
             health,
-            deliveries: self.feedback.health.update_deliveries(&unreachable, now),
+            deliveries: model.update_deliveries(&unreachable, now),
             speeds: self.load.update_speeds(),
         }
     }

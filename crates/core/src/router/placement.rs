@@ -29,9 +29,9 @@ pub struct Placement {
     /// Parity check to start after a successful response.
     pub(super) parity_check: Option<ParityCheck>,
     /// Known prompts, until the serving worker is known.
-    pub(super) prompts: Vec<BlockHashes>,
-    /// Overlaps of the prompts from a remote index.
-    pub(super) remote_overlaps: RemoteOverlaps,
+    pub prompts: Vec<BlockHashes>,
+    /// Overlaps of the prompts from a remote index, until the serving worker is known.
+    pub remote_overlaps: RemoteOverlaps,
     /// Members whose cache is predicted, the answering one first.
     pub(super) predicted_members: Vec<FleetMember>,
     /// Time of the placement.
@@ -46,26 +46,4 @@ pub struct Placement {
     pub(super) reads_prefix_cache: bool,
     /// Endpoint that served the request, if it belongs to no known worker.
     pub(super) unknown_endpoint: Option<WorkerEndpoint>,
-}
-
-impl Placement {
-    /// Returns the known prompts.
-    pub fn prompts(&self) -> &[BlockHashes] {
-        &self.prompts
-    }
-
-    /// Moves the known prompts out.
-    pub fn take_prompts(&mut self) -> Vec<BlockHashes> {
-        std::mem::take(&mut self.prompts)
-    }
-
-    /// Drops the remote overlaps, which are not needed once the serving worker is known.
-    pub fn clear_remote_overlaps(&mut self) {
-        self.remote_overlaps = RemoteOverlaps::NotQueried;
-    }
-
-    /// Records one more output block on the rank that generates it.
-    pub fn add_output_block(&mut self) {
-        self.predictions.add_output_block();
-    }
 }

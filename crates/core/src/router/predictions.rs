@@ -50,13 +50,8 @@ impl PredictorSet {
 
     /// Opens the slot of a rank.
     pub fn open_rank(&self, member: &FleetMember) {
-        for predictor in self.predictors_of(member) {
-            predictor.open(
-                member.slot,
-                member.rank,
-                member.worker.capacity.total_kv_blocks,
-            );
-        }
+        self.predictors_of(member)
+            .for_each(|predictor| open(predictor, member));
     }
 
     /// Applies a changed capacity. The predicted blocks of the rank are discarded, unless they
@@ -72,16 +67,9 @@ impl PredictorSet {
                     }
                 )
         };
-        for predictor in self
-            .predictors_of(member)
+        self.predictors_of(member)
             .filter(|predictor| !predictor.stats().iter().any(is_time_based))
-        {
-            predictor.open(
-                member.slot,
-                member.rank,
-                member.worker.capacity.total_kv_blocks,
-            );
-        }
+            .for_each(|predictor| open(predictor, member));
     }
 
     /// Closes the slot of a rank.
@@ -166,6 +154,11 @@ impl PredictorSet {
     fn all(&self) -> impl Iterator<Item = &Arc<Predictor>> {
         self.without_events.iter().chain(&self.beside_events)
     }
+}
+
+fn open(predictor: &Predictor, member: &FleetMember) {
+    let blocks = member.worker.capacity.total_kv_blocks;
+    predictor.open(member.slot, member.rank, blocks);
 }
 
 /// Predicted cache of one request's prompts on one rank.

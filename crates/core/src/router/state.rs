@@ -306,7 +306,7 @@ impl Router {
     /// Records whether a signal indicates a failing worker. While a signal is set, one failed request
     /// suffices to eject a rank.
     pub fn set_signal(&self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
-        let health = &self.feedback.health;
+        let mut health = self.feedback.health.model();
         health.set_signal(worker, signal, is_failing);
     }
 
@@ -327,7 +327,7 @@ impl Router {
     /// Returns the peer groups in which no rank delivers.
     pub fn failing_groups(&self) -> Vec<FailingPeerGroup> {
         let unreachable = self.unreachable_workers();
-        let health = &self.feedback.health;
+        let health = self.feedback.health.model();
         health.failing_groups(&unreachable, self.load.now())
     }
 
@@ -347,12 +347,12 @@ impl Router {
 
     /// Returns the number of failed requests of each rank by kind.
     pub fn failed_requests(&self) -> Vec<(WorkerRank, RequestOutcome, u64)> {
-        self.feedback.health.failed_requests()
+        self.feedback.health.model().failed_requests()
     }
 
     /// Returns the ranks that are not healthy or have failed recently, with the evidence.
     pub fn health_report(&self) -> Vec<RankHealthReport> {
-        self.feedback.health.health_report(self.load.now())
+        self.feedback.health.model().report(self.load.now())
     }
 }
 

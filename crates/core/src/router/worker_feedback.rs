@@ -54,12 +54,10 @@ impl WorkerFeedback {
 
     /// Removes the state of workers that have left the fleet, and adds that of new ones.
     pub(super) fn set_fleet(&self, fleet: &Fleet, now: Instant) {
-        self.overload
-            .retain(|worker| fleet.worker(worker).is_some());
-        self.reachability
-            .retain(|worker| fleet.worker(worker).is_some());
-        self.last_blocks
-            .retain(|worker| fleet.worker(worker).is_some());
+        let is_known = |worker| fleet.worker(worker).is_some();
+        self.overload.retain(is_known);
+        self.reachability.retain(is_known);
+        self.last_blocks.retain(is_known);
         let members = fleet.members().map(|member| {
             let group = PeerGroup {
                 model: member.worker.model.clone(),
@@ -73,7 +71,7 @@ impl WorkerFeedback {
     /// Applies new settings.
     pub(super) fn set_settings(&self, settings: &RouterSettings) {
         self.overload.set_thresholds(settings.overload);
-        self.health.set_rules(settings.health);
+        self.health.model().rules = settings.health;
     }
 
     /// Returns the members that are restricted for a request, at the instant of a load view.

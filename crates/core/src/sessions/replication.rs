@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::key::SessionKey;
 use super::store::SessionStore;
-use super::table::{BindingState, SessionRecord, SessionTable};
+use super::table::{BindingState, SessionRecord, SessionTable, is_valid_id};
 use super::updates::{BindingVersion, SessionMove, SessionUpdate, UpdateKind};
 use crate::worker::WorkerRank;
 
@@ -17,7 +17,7 @@ const TAKEOVER_BATCH: usize = 1024;
 impl SessionStore {
     /// Returns the updates since the last call, in order.
     pub fn take_updates(&self) -> Vec<SessionUpdate> {
-        self.table.lock().take_updates()
+        std::mem::take(&mut self.table.lock().updates.pending)
     }
 
     /// Returns all bindings, for a replica that has just joined.
@@ -74,24 +74,6 @@ impl SessionUpdate {
 }
 
 impl SessionTable {
-    pub(super) fn enable_updates(&mut self, own: u64) {
-        self.own_router = own;
-        self.updates.get_or_insert_default();
-    }
-
-    pub(super) fn has_updates(&self) -> bool {
-        self.updates
-            .as_ref()
-            .is_some_and(|updates| !updates.is_empty())
-    }
-
-    pub(super) fn take_updates(&mut self) -> Vec<SessionUpdate> {
-        self.updates
-            .as_mut()
-            .map(std::mem::take)
-            .unwrap_or_default()
-    }
-
     pub(super) fn snapshot_updates(&self) -> Vec<SessionUpdate> {
         let sessions = self.sessions.iter();
         sessions.filter_map(SessionUpdate::of_session).collect()
@@ -129,7 +111,7 @@ impl SessionTable {
     fn announce_binding(&mut self, key: &Arc<SessionKey>) {
         let binding = self.sessions.get_key_value(key);
         if let Some(update) = binding.and_then(SessionUpdate::of_session) {
-            self.push_update(update);
+            self.updates.push(update);
         }
     }
 
@@ -137,7 +119,7 @@ impl SessionTable {
         let Some(version) = self.sessions.get(key).map(|session| session.version) else {
             return;
         };
-        self.push_update(SessionUpdate::Ended {
+        self.updates.push(SessionUpdate::Ended {
             session: key.clone(),
             version,
         });
@@ -202,7 +184,7 @@ impl SessionTable {
         &self,
         is_present: impl Fn(u64) -> bool,
     ) -> Vec<(Arc<SessionKey>, BindingVersion)> {
-        if !self.records_moves() {
+        if !self.moves.is_recorded() {
             return Vec::new();
         }
         let is_orphan = |(_, session): &(&Arc<SessionKey>, &SessionRecord)| {
@@ -236,12 +218,7 @@ impl SessionTable {
     fn insert_remote(&mut self, key: &Arc<SessionKey>, remote: RemoteBinding, now: Instant) {
         let RemoteBinding { target, version } = remote;
         let names = [Some(&*key.id), key.tenant.as_deref()];
-        if !names
-            .into_iter()
-            .flatten()
-            .all(|name| self.is_valid_id(name))
-            || self.make_room(key).is_err()
-        {
+        if !names.into_iter().flatten().all(is_valid_id) || self.make_room(key).is_err() {
             return;
         }
         let number = self.next_number();
@@ -252,7 +229,7 @@ impl SessionTable {
         };
         self.insert(key, session);
         self.tenants.set_idle((now, number), key.clone());
-        if version.router == self.own_router && self.records_moves() {
+        if version.router == self.own_router && self.moves.is_recorded() {
             // This replica made the binding and removed the session while others used it.
             self.record_binding(key, now);
             self.push_move(SessionMove::Bound, key, target);
@@ -279,15 +256,6 @@ impl SessionTable {
                 session.binding = BindingState::Deciding(None)
             }
             None => session.is_ending = true,
-        }
-    }
-
-    /// Queues an update, unless the updates were not taken for so long that there are several per
-    /// possible session.
-    fn push_update(&mut self, update: SessionUpdate) {
-        let max = self.max_pending();
-        if let Some(updates) = self.updates.as_mut().filter(|updates| updates.len() < max) {
-            updates.push(update);
         }
     }
 }

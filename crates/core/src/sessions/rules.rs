@@ -5,6 +5,9 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
+/// Maximum length of a session or tenant id, in bytes.
+pub(super) const MAX_ID_LENGTH: usize = 256;
+
 /// Limits of the session store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SessionRules {
@@ -15,8 +18,6 @@ pub struct SessionRules {
     /// Maximum number of sessions of one tenant. At the limit the least recently used session of
     /// the tenant is removed.
     pub max_sessions_per_tenant: usize,
-    /// Maximum length of a session or tenant id, in bytes.
-    pub max_id_length: usize,
 }
 
 impl SessionRules {
@@ -38,7 +39,6 @@ impl SessionRules {
         let positive = [
             ("max_sessions", self.max_sessions),
             ("max_sessions_per_tenant", self.max_sessions_per_tenant),
-            ("max_id_length", self.max_id_length),
         ];
         match positive.into_iter().find(|(_, value)| *value == 0) {
             Some((name, _)) => Err((name, "is 0, but must be at least 1".to_owned())),
@@ -53,7 +53,6 @@ impl Default for SessionRules {
             ttl: Duration::from_secs(600),
             max_sessions: 65_536,
             max_sessions_per_tenant: 16_384,
-            max_id_length: 256,
         }
     }
 }
@@ -62,12 +61,10 @@ impl Default for SessionRules {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SessionError {
     /// The id is empty or too long.
-    #[error("the session id has {bytes} bytes, but may have 1 to {limit}")]
+    #[error("the session id has {bytes} bytes, but may have 1 to {MAX_ID_LENGTH}")]
     IdLength {
         /// Length of the id.
         bytes: usize,
-        /// The limit.
-        limit: usize,
     },
     /// The tenant is at its limit, and all of its sessions have running requests.
     #[error("the limit of {limit} sessions of one tenant is reached, and all of them are in use")]

@@ -115,16 +115,9 @@ impl SessionStore {
         recording: SessionRecording,
         listener: Arc<dyn SessionListener>,
     ) -> Arc<Self> {
-        let mut table = SessionTable::new(rules);
-        if recording.moves {
-            table.enable_moves();
-        }
-        if let Some(replica) = recording.updates_by {
-            table.enable_updates(replica);
-        }
         Arc::new(Self {
             clock: Box::new(clock),
-            table: Mutex::new(table),
+            table: Mutex::new(SessionTable::new(rules, recording)),
             listener,
         })
     }
@@ -167,7 +160,7 @@ impl SessionStore {
 
     /// Returns the changes of bindings since the last call, in order.
     pub fn take_moves(&self) -> Vec<SessionMove> {
-        self.table.lock().take_moves()
+        std::mem::take(&mut self.table.lock().moves.pending)
     }
 
     /// Unbinds sessions from workers that are not known any more. Their next request decides again.
@@ -184,8 +177,8 @@ impl SessionStore {
     pub(super) fn change<T>(&self, change: impl FnOnce(&mut SessionTable) -> T) -> T {
         let mut table = self.table.lock();
         let outcome = change(&mut table);
-        let has_moves = table.has_moves();
-        let has_updates = table.has_updates();
+        let has_moves = !table.moves.pending.is_empty();
+        let has_updates = !table.updates.pending.is_empty();
         drop(table);
         if has_moves {
             self.listener.on_moves();

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::key::{SessionKey, SessionName};
-use super::rules::{SessionError, SessionRules};
+use super::rules::{MAX_ID_LENGTH, SessionError, SessionRules};
+use super::store::SessionRecording;
 use super::tenants::TenantTable;
-use super::updates::{BindingVersion, SessionMove, SessionUpdate};
+use super::updates::{BindingVersion, ChangeLog, SessionBinding, SessionMove, SessionUpdate};
 use crate::worker::{WorkerId, WorkerRank};
 
 /// Size of the session store.
@@ -66,10 +67,10 @@ pub(super) struct SessionTable {
     pub(super) sessions: HashMap<Arc<SessionKey>, SessionRecord>,
     /// Session counts per tenant, and the idle sessions.
     pub(super) tenants: TenantTable,
-    /// Moves that were not taken yet; `None` without a listener.
-    pub(super) moves: Option<Vec<SessionMove>>,
-    /// Updates for other replicas that were not taken yet; `None` without a listener.
-    pub(super) updates: Option<Vec<SessionUpdate>>,
+    /// Moves for the engines.
+    pub(super) moves: ChangeLog<SessionMove>,
+    /// Updates for other replicas.
+    pub(super) updates: ChangeLog<SessionUpdate>,
     /// Id of this replica.
     pub(super) own_router: u64,
     last_number: u64,
@@ -78,14 +79,14 @@ pub(super) struct SessionTable {
 }
 
 impl SessionTable {
-    pub(super) fn new(rules: SessionRules) -> Self {
+    pub(super) fn new(rules: SessionRules, recording: SessionRecording) -> Self {
         Self {
+            moves: ChangeLog::new(recording.moves, &rules),
+            updates: ChangeLog::new(recording.updates_by.is_some(), &rules),
+            own_router: recording.updates_by.unwrap_or_default(),
             rules,
             sessions: HashMap::new(),
             tenants: TenantTable::default(),
-            moves: None,
-            updates: None,
-            own_router: 0,
             last_number: 0,
             running: 0,
             waiting: 0,
@@ -93,17 +94,9 @@ impl SessionTable {
     }
 
     pub(super) fn key(&self, name: SessionName<'_>) -> Result<SessionKey, SessionError> {
-        let limit = self.rules.max_id_length;
-        let is_invalid = |id: &&str| !self.is_valid_id(id);
-        if let Some(id) = [Some(name.id), name.parent, name.tenant]
-            .into_iter()
-            .flatten()
-            .find(is_invalid)
-        {
-            return Err(SessionError::IdLength {
-                bytes: id.len(),
-                limit,
-            });
+        let ids = [Some(name.id), name.parent, name.tenant];
+        if let Some(id) = ids.into_iter().flatten().find(|id| !is_valid_id(id)) {
+            return Err(SessionError::IdLength { bytes: id.len() });
         }
         Ok(SessionKey {
             model: name.model.map(Into::into),
@@ -296,11 +289,6 @@ impl SessionTable {
         }
     }
 
-    /// Returns whether an id has a valid length.
-    pub(super) fn is_valid_id(&self, id: &str) -> bool {
-        (1..=self.rules.max_id_length).contains(&id.len())
-    }
-
     /// Makes room for one more session. At a limit, removes the least recently used idle session,
     /// of the same tenant if its limit is reached.
     pub(super) fn make_room(&mut self, key: &SessionKey) -> Result<(), SessionError> {
@@ -441,10 +429,32 @@ impl SessionTable {
         }
     }
 
+    /// Records a move to report to the engines.
+    pub(super) fn push_move(
+        &mut self,
+        to_move: fn(SessionBinding) -> SessionMove,
+        key: &SessionKey,
+        target: WorkerRank,
+    ) {
+        let session = self.sessions.get(key);
+        self.moves.push(to_move(SessionBinding {
+            id: key.id.to_string(),
+            group: key.group,
+            tenant: key.tenant.clone(),
+            target,
+            idle: session.and_then(|session| session.engine_idle_timeout),
+        }));
+    }
+
     pub(super) fn next_number(&mut self) -> u64 {
         self.last_number += 1;
         self.last_number
     }
+}
+
+/// Returns whether an id has a valid length.
+pub(super) fn is_valid_id(id: &str) -> bool {
+    (1..=MAX_ID_LENGTH).contains(&id.len())
 }
 
 impl SessionRecord {

@@ -52,7 +52,6 @@ fn recording_sessions(
         ttl: Duration::from_secs(TTL),
         max_sessions,
         max_sessions_per_tenant: 2,
-        max_id_length: 8,
     };
     let clock = time.clone();
     let recording = SessionRecording {
@@ -183,7 +182,7 @@ fn child_sessions_share_a_group_without_parent() {
 #[test]
 fn oversized_ids_and_counts_are_rejected() {
     let (sessions, time) = sessions(1);
-    let refused = |id, parent| {
+    let refused = |id: &str, parent: Option<&str>| {
         sessions
             .enter(SessionName {
                 id,
@@ -193,19 +192,12 @@ fn oversized_ids_and_counts_are_rejected() {
             })
             .unwrap_err()
     };
-    assert_eq!(
-        refused("", None),
-        SessionError::IdLength { bytes: 0, limit: 8 }
-    );
-    assert_eq!(
-        refused("123456789", None),
-        SessionError::IdLength { bytes: 9, limit: 8 }
-    );
-    assert_eq!(
-        refused("1", Some("123456789")),
-        SessionError::IdLength { bytes: 9, limit: 8 }
-    );
-    let hold = first(enter(&sessions, "12345678")).bind(rank(1));
+    let id_length = |bytes| SessionError::IdLength { bytes };
+    let (longest, too_long) = ("a".repeat(256), "a".repeat(257));
+    assert_eq!(refused("", None), id_length(0));
+    assert_eq!(refused(&too_long, None), id_length(257));
+    assert_eq!(refused("1", Some(&too_long)), id_length(257));
+    let hold = first(enter(&sessions, &longest)).bind(rank(1));
     time.forward(TTL);
     assert_eq!(refused("2", None), SessionError::Full { limit: 1 });
     drop(hold);
@@ -249,13 +241,6 @@ fn invalid_rules_are_rejected_by_name() {
             "max_sessions",
             SessionRules {
                 max_sessions: 0,
-                ..rules
-            },
-        ),
-        (
-            "max_id_length",
-            SessionRules {
-                max_id_length: 0,
                 ..rules
             },
         ),

@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::key::SessionKey;
+use super::rules::SessionRules;
 use crate::worker::WorkerRank;
 
 /// Binding of a session to a worker rank.
@@ -81,5 +82,34 @@ impl SessionUpdate {
     pub fn router(&self) -> u64 {
         let (SessionUpdate::Bound { version, .. } | SessionUpdate::Ended { version, .. }) = self;
         version.router
+    }
+}
+
+/// Changes that were not taken yet.
+#[derive(Debug)]
+pub(super) struct ChangeLog<T> {
+    pub(super) pending: Vec<T>,
+    /// Maximum number of changes; 0 if none are recorded.
+    limit: usize,
+}
+
+impl<T> ChangeLog<T> {
+    /// Creates a log. If the changes are not taken for so long that there are several per possible
+    /// session, later ones are dropped.
+    pub(super) fn new(is_recorded: bool, rules: &SessionRules) -> Self {
+        Self {
+            pending: Vec::new(),
+            limit: usize::from(is_recorded) * rules.max_sessions.saturating_mul(4),
+        }
+    }
+
+    pub(super) fn is_recorded(&self) -> bool {
+        self.limit > 0
+    }
+
+    pub(super) fn push(&mut self, change: T) {
+        if self.pending.len() < self.limit {
+            self.pending.push(change);
+        }
     }
 }

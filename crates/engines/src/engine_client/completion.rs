@@ -5,12 +5,11 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, DATE};
-use reqwest::{RequestBuilder, Response, StatusCode};
+use reqwest::{RequestBuilder, Response};
 use serde_json::Value;
 
-use super::body::{parse_json, read_body, read_error_body};
-use super::error::{EngineError, status_error, transport_error};
-use super::{EngineClient, EngineUrl};
+use super::body::parse_json;
+use super::{EngineClient, EngineError, EngineUrl};
 
 /// Token usage of one completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,13 +35,8 @@ impl EngineClient {
             .header(CONTENT_TYPE, "application/json")
             .body(request);
         let call = async {
-            let response = self.send(builder).await?;
-            match response.status() {
-                StatusCode::OK => {
-                    parse_json::<Value>(&read_body(response, self.shared.max_response).await?)
-                }
-                status => Err(status_error(status, &read_error_body(response).await)),
-            }
+            let body = self.shared.read_response(self.send(builder).await).await?;
+            parse_json::<Value>(&body)
         };
         let answer = tokio::time::timeout(deadline, call)
             .await
@@ -70,13 +64,10 @@ impl EngineClient {
         Some(jiff::fmt::rfc2822::parse(date).ok()?.timestamp().into())
     }
 
-    pub(super) async fn send(&self, mut request: RequestBuilder) -> Result<Response, EngineError> {
+    pub(super) async fn send(&self, mut request: RequestBuilder) -> reqwest::Result<Response> {
         if let Some(value) = self.shared.token().await {
             request = request.header(AUTHORIZATION, value);
         }
-        request
-            .send()
-            .await
-            .map_err(|error| transport_error(&error))
+        request.send().await
     }
 }

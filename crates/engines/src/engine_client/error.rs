@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use reqwest::StatusCode;
+use strum::IntoStaticStr;
 use thiserror::Error;
 use warmroute_runtime::causes::innermost_cause;
 
@@ -12,7 +13,8 @@ use super::responses;
 const MAX_MESSAGE: usize = 300;
 
 /// Reason why a call failed.
-#[derive(Clone, Debug, Error)]
+#[derive(Clone, Debug, Error, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum EngineError {
     /// The client could not be created.
     #[error("the client could not be created: {0}")]
@@ -59,16 +61,7 @@ impl EngineError {
 
     /// Returns the reason label in metrics.
     pub fn label(&self) -> &'static str {
-        match self {
-            EngineError::Client(_) => "client",
-            EngineError::Busy => "busy",
-            EngineError::Unreachable(_) => "unreachable",
-            EngineError::Timeout => "timeout",
-            EngineError::NotOffered(_) => "not_offered",
-            EngineError::Status { .. } => "status",
-            EngineError::Unreadable(_) => "unreadable",
-            EngineError::TooLarge(_) => "too_large",
-        }
+        self.into()
     }
 
     /// Returns true if the engine rejected the request as invalid. Other engines would reject it

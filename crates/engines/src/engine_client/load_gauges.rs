@@ -4,11 +4,10 @@
 
 use std::time::Duration;
 
-use reqwest::StatusCode;
 use warmroute_core::worker::{DpRank, RankRange};
 
-use super::body::read_error_body;
-use super::error::{EngineError, status_error, transport_error};
+use super::body::expect_ok;
+use super::error::{EngineError, transport_error};
 use super::metrics::{MetricSample, parse_sample};
 use super::{EngineClient, EngineUrl};
 
@@ -154,16 +153,12 @@ impl EngineClient {
         path: MetricsPath,
     ) -> Result<EngineGauges, EngineError> {
         let request = self.shared.client.get(engine.join(path.as_str()));
-        let mut response = self.send(request).await?;
-        let status = response.status();
-        if status != StatusCode::OK {
-            let error = status_error(status, &read_error_body(response).await);
-            if error.is_unauthorized() {
-                // The token file may have changed. The next call uses the new token.
-                self.shared.reload_token().await;
-            }
-            return Err(error);
+        let response = expect_ok(self.send(request).await).await;
+        if response.as_ref().is_err_and(EngineError::is_unauthorized) {
+            // The token file may have changed. The next call uses the new token.
+            self.shared.reload_token().await;
         }
+        let mut response = response?;
         let mut scanner = GaugeScanner::default();
         let mut size = 0;
         while let Some(chunk) = response

@@ -42,17 +42,6 @@ fn timeout() -> DurationSetting {
 }
 
 impl EngineSessionsConfig {
-    /// Returns the default limits.
-    pub fn with_kind(kind: SessionEngineKind) -> Self {
-        Self {
-            kind,
-            capacity: capacity(),
-            streaming: false,
-            idle_timeout: None,
-            timeout: timeout(),
-        }
-    }
-
     /// Returns semantic errors of the configuration. `ttl` is the lifetime of an idle session.
     pub fn problems(&self, ttl: DurationSetting) -> Vec<Problem> {
         let mut problems = Vec::new();

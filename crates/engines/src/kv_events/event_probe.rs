@@ -69,38 +69,30 @@ impl EventProbe {
     /// Waits for the next message. Returns `None` if the connection is lost. Cancel-safe.
     pub async fn next_message(&mut self) -> Option<ProbedBatch> {
         loop {
-            let frames = match self.socket.next_event().await? {
-                SubEvent::Message(frames) => frames,
-                SubEvent::Disconnected { .. } => return None,
+            let (topic, (seq, batch)) = match self.socket.next_event().await? {
+                SubEvent::Message(frames) => {
+                    let topic = frames.first().map(|topic| String::from_utf8_lossy(topic));
+                    let batch = match parse_live_message(&frames) {
+                        Ok((seq, payload)) => (
+                            seq,
+                            wire::decode(payload).map_err(|error| error.to_string()),
+                        ),
+                        Err(problem) => (0, Err(problem.to_owned())),
+                    };
+                    (topic.unwrap_or_default().into_owned(), batch)
+                }
                 SubEvent::Oversize(limit) => {
                     let error = format!("a message exceeds the {} limit", limit.as_str());
-                    return Some(ProbedBatch {
-                        topic: String::new(),
-                        seq: 0,
-                        batch: Err(error),
-                        received_at: SystemTime::now(),
-                    });
+                    (String::new(), (0, Err(error)))
                 }
+                SubEvent::Disconnected { .. } => return None,
                 SubEvent::Connected { .. } | SubEvent::Refused { .. } => continue,
             };
-            let at = SystemTime::now();
-            let topic = frames
-                .first()
-                .map(|topic| String::from_utf8_lossy(topic).into_owned())
-                .unwrap_or_default();
-            return Some(match parse_live_message(&frames) {
-                Ok((seq, payload)) => ProbedBatch {
-                    topic,
-                    seq,
-                    batch: wire::decode(payload).map_err(|error| error.to_string()),
-                    received_at: at,
-                },
-                Err(problem) => ProbedBatch {
-                    topic,
-                    seq: 0,
-                    batch: Err(problem.to_owned()),
-                    received_at: at,
-                },
+            return Some(ProbedBatch {
+                topic,
+                seq,
+                batch,
+                received_at: SystemTime::now(),
             });
         }
     }

@@ -7,6 +7,7 @@
 //!
 //! Decision 0033.
 
+use strum::IntoStaticStr;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Digest of a payload (XXH3-64).
@@ -64,7 +65,8 @@ pub(super) enum ReplayAction {
 }
 
 /// Reason why a replay is incomplete.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub(super) enum ReplayError {
     /// The engine replayed nothing.
     Empty,
@@ -79,12 +81,7 @@ pub(super) enum ReplayError {
 impl ReplayError {
     /// Returns the name of the reason in logs.
     pub(super) fn as_str(self) -> &'static str {
-        match self {
-            ReplayError::Empty => "empty",
-            ReplayError::StartedAfterRequested => "started_after_requested",
-            ReplayError::NonContiguous => "non_contiguous",
-            ReplayError::EndedBeforeTarget => "ended_before_target",
-        }
+        self.into()
     }
 }
 

@@ -10,19 +10,54 @@
 
 mod bounds;
 mod build;
-mod error;
 mod event;
 mod fields;
 mod value;
 
+use strum::IntoStaticStr;
+
 /// Maximum nesting of a field. Real fields need five levels.
 const MAX_DEPTH: usize = 32;
 
-pub use error::{BatchLimit, WireError};
 pub use event::{
     AttentionKind, BlockOwnership, EngineEvent, EventAdapter, EventBatch, EventOrigin, EventTokens,
     ExtraKey, PartialPrefix, SkippedEvent, StorageLocality, StorageMedium, StoredEvent,
 };
+
+/// Reason why a payload is not a batch of KV events.
+#[derive(Debug, thiserror::Error)]
+pub enum WireError {
+    /// The named element is missing or has another type.
+    #[error("not a batch of KV events: {0} missing or of another type")]
+    Malformed(&'static str),
+    /// A value is longer than the payload.
+    #[error("not a batch of KV events: not MessagePack, or truncated")]
+    Truncated,
+    /// A limit is exceeded.
+    #[error("the batch exceeds the {} limit", .0.as_str())]
+    TooLarge(BatchLimit),
+}
+
+/// The limit that a batch exceeds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
+pub enum BatchLimit {
+    /// Events.
+    Events,
+    /// Block hashes.
+    Hashes,
+    /// Tokens.
+    Tokens,
+    /// Extra keys: more lists than blocks, too many keys of one block, or too many in all.
+    ExtraKeys,
+}
+
+impl BatchLimit {
+    /// Returns the name of the limit in metrics and logs.
+    pub fn as_str(self) -> &'static str {
+        self.into()
+    }
+}
 
 /// Decodes one batch: an array of timestamp, events and data-parallel rank. Further elements are
 /// skipped. Trailing bytes are ignored, as in the engines' own subscribers.

@@ -22,14 +22,6 @@ fn timeout() -> DurationSetting {
 }
 
 impl SharedCacheConfig {
-    /// Returns the default limits with this URL.
-    pub fn with_url(url: impl Into<String>) -> Self {
-        Self {
-            url: url.into(),
-            timeout: timeout(),
-        }
-    }
-
     /// Returns semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();

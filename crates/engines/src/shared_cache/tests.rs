@@ -17,7 +17,6 @@ use tokio::net::TcpListener;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
-use super::http::MAX_CONCURRENCY;
 use super::*;
 use warmroute_core::block::{CacheSalt, LocalHash};
 use warmroute_core::worker::BlockSize;
@@ -77,10 +76,7 @@ impl Server {
     }
 
     fn config(&self) -> SharedCacheConfig {
-        SharedCacheConfig {
-            timeout: DurationSetting::seconds(20),
-            ..SharedCacheConfig::with_url(&self.url)
-        }
+        with_url(&self.url, 20_000)
     }
 }
 
@@ -109,18 +105,24 @@ async fn answer(State(script): State<Script>, body: Bytes) -> (StatusCode, Body)
     }
 }
 
+fn with_url(url: &str, timeout_millis: u64) -> SharedCacheConfig {
+    SharedCacheConfig {
+        url: url.to_owned(),
+        timeout: DurationSetting::millis(timeout_millis),
+    }
+}
+
 fn prompt(blocks: usize) -> BlockHashes {
     let tokens: Vec<u32> = (0..blocks as u32 * 16 + 3).collect();
     BlockHashes::from_tokens(&tokens, BlockSize::new(16).unwrap(), &CacheSalt::default())
 }
 
 async fn query(config: &SharedCacheConfig, prompt: &BlockHashes) -> SharedCacheResult {
-    lookup(&HttpSharedCache::new(config).unwrap(), prompt).await
+    lookup(&SharedCacheClient::new(config).unwrap(), prompt).await
 }
 
-async fn lookup(cache: &dyn SharedCache, prompt: &BlockHashes) -> SharedCacheResult {
-    let model = "llama";
-    cache.query(SharedCacheQuery { model, prompt }).await
+async fn lookup(cache: &SharedCacheClient, prompt: &BlockHashes) -> SharedCacheResult {
+    cache.query("llama", prompt).await
 }
 
 #[tokio::test]
@@ -229,10 +231,7 @@ async fn slow_server_times_out() {
         Behaviour::Stall(r#"{"ranges": [[0, 1]]"#),
     ] {
         let server = Server::start(behaviour).await;
-        let config = SharedCacheConfig {
-            timeout: DurationSetting::millis(60),
-            ..server.config()
-        };
+        let config = with_url(&server.url, 60);
         assert_eq!(
             query(&config, &prompt(8)).await.unwrap_err().label(),
             "timeout"
@@ -259,10 +258,7 @@ async fn unreachable_server_is_an_error() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let free = listener.local_addr().unwrap();
     drop(listener);
-    let config = SharedCacheConfig {
-        timeout: DurationSetting::seconds(20),
-        ..SharedCacheConfig::with_url(format!("http://{free}/lookup"))
-    };
+    let config = with_url(&format!("http://{free}/lookup"), 20_000);
     let problem = query(&config, &prompt(8)).await.unwrap_err();
     assert_eq!(problem.label(), "connection", "{problem}");
     assert!(problem.to_string().contains("refused"), "{problem}");
@@ -272,28 +268,28 @@ async fn unreachable_server_is_an_error() {
 async fn lookups_beyond_the_limit_are_busy() {
     let gate = Arc::new(Notify::new());
     let server = Server::start(Behaviour::Gate(gate.clone())).await;
-    let cache = Arc::new(HttpSharedCache::new(&server.config()).unwrap());
+    let cache = Arc::new(SharedCacheClient::new(&server.config()).unwrap());
     cache.permits.forget_permits(MAX_CONCURRENCY - 1);
     let first = tokio::spawn({
         let cache = cache.clone();
-        async move { lookup(&*cache, &prompt(2)).await }
+        async move { lookup(&cache, &prompt(2)).await }
     });
     tokio::time::timeout(Duration::from_secs(20), server.script.arrived.notified())
         .await
         .unwrap();
-    let refused = lookup(&*cache, &prompt(2)).await;
+    let refused = lookup(&cache, &prompt(2)).await;
     assert_eq!(refused.unwrap_err().label(), "busy");
     gate.notify_one();
     assert_eq!(first.await.unwrap().unwrap(), [0..1]);
     gate.notify_one();
-    assert_eq!(lookup(&*cache, &prompt(2)).await.unwrap(), [0..1]);
+    assert_eq!(lookup(&cache, &prompt(2)).await.unwrap(), [0..1]);
 }
 
 #[tokio::test]
 async fn cancelled_lookup_releases_its_permit() {
     let gate = Arc::new(Notify::new());
     let server = Server::start(Behaviour::Gate(gate.clone())).await;
-    let cache = HttpSharedCache::new(&server.config()).unwrap();
+    let cache = SharedCacheClient::new(&server.config()).unwrap();
     cache.permits.forget_permits(MAX_CONCURRENCY - 1);
     let prompt = prompt(2);
     let is_cancelled = tokio::select! {
@@ -315,18 +311,6 @@ async fn cancelled_lookup_releases_its_permit() {
         () = gates => unreachable!("the loop does not end"),
     };
     assert_eq!(answered.unwrap(), [0..1]);
-}
-
-#[tokio::test]
-async fn prompt_without_blocks_is_not_queried() {
-    let server = Server::responding(StatusCode::INTERNAL_SERVER_ERROR, "").await;
-    assert!(
-        query(&server.config(), &prompt(0))
-            .await
-            .unwrap()
-            .is_empty()
-    );
-    assert!(server.script.requests.lock().is_empty());
 }
 
 #[tokio::test]
@@ -352,19 +336,13 @@ async fn query_contains_first_65536_blocks_only() {
 
 #[test]
 fn invalid_settings_are_reported() {
-    let good = SharedCacheConfig::with_url("http://10.0.0.7:8080/lookup");
-    assert!(good.problems().is_empty());
+    let url = "http://10.0.0.7:8080/lookup";
+    assert!(with_url(url, 20).problems().is_empty());
     let cases = [
-        (SharedCacheConfig::with_url("10.0.0.7:8080"), "url"),
-        (SharedCacheConfig::with_url("https://cache/lookup"), "url"),
-        (SharedCacheConfig::with_url(""), "url"),
-        (
-            SharedCacheConfig {
-                timeout: DurationSetting::millis(0),
-                ..good
-            },
-            "timeout",
-        ),
+        (with_url("10.0.0.7:8080", 20), "url"),
+        (with_url("https://cache/lookup", 20), "url"),
+        (with_url("", 20), "url"),
+        (with_url(url, 0), "timeout"),
     ];
     for (config, key) in cases {
         let problems = config.problems();

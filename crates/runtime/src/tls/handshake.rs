@@ -3,9 +3,11 @@
 use std::io;
 
 use rustls::{Error, InvalidMessage, PeerMisbehaved};
+use strum::{IntoStaticStr, VariantArray};
 
 /// Reason for a failed handshake.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantArray)]
+#[strum(serialize_all = "snake_case")]
 pub(super) enum HandshakeError {
     /// The server name of the client is not a DNS name; rustls 0.23 rejects it.
     ServerName,
@@ -32,20 +34,6 @@ pub(super) enum HandshakeError {
 }
 
 impl HandshakeError {
-    pub(super) const ALL: [Self; 11] = [
-        Self::ServerName,
-        Self::Plaintext,
-        Self::Malformed,
-        Self::NoClientCertificate,
-        Self::ClientCertificate,
-        Self::Incompatible,
-        Self::Alpn,
-        Self::Alert,
-        Self::Closed,
-        Self::Timeout,
-        Self::Other,
-    ];
-
     pub(super) fn of(error: &io::Error) -> Self {
         let Some(error) = error
             .get_ref()
@@ -69,19 +57,7 @@ impl HandshakeError {
 
     /// Returns the metric label.
     pub(super) fn reason(self) -> &'static str {
-        match self {
-            Self::ServerName => "server_name",
-            Self::Plaintext => "plaintext",
-            Self::Malformed => "malformed",
-            Self::NoClientCertificate => "no_client_certificate",
-            Self::ClientCertificate => "client_certificate",
-            Self::Incompatible => "incompatible",
-            Self::Alpn => "alpn",
-            Self::Alert => "alert",
-            Self::Closed => "closed",
-            Self::Timeout => "timeout",
-            Self::Other => "other",
-        }
+        self.into()
     }
 
     /// Returns a hint for fixing the failure, or an empty text.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
+use strum::VariantArray;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, warn};
@@ -22,6 +23,7 @@ use crate::causes::process_fix;
 use crate::descriptors::DescriptorReserve;
 use warmroute_metrics::{
     Http2ErrorLabels, ListenerLabel, ListenerOutcomeLabels, ListenerReasonLabels, Metrics,
+    start_at_zero,
 };
 
 /// Maximum pause after a failed accept. If the process has no free file descriptors, accept fails
@@ -294,42 +296,26 @@ impl Drop for ConnectionSlot {
 fn create_series(profile: &ListenerProfile, metrics: &Metrics) {
     let listener = profile.name;
     let counted = |reason| ListenerReasonLabels { listener, reason };
-    for reason in [
+    let reasons = [
         "evicted",
         "idle",
         "greeting_timeout",
         "header_timeout",
         "write_timeout",
-    ] {
-        drop(
-            metrics
-                .listeners
-                .connections_closed
-                .get_or_create(&counted(reason)),
-        );
-    }
-    drop(
-        metrics
-            .listeners
-            .connections_refused
-            .get_or_create(&ListenerLabel { listener }),
-    );
-    for error in HandshakeError::ALL.iter().filter(|_| profile.tls.is_some()) {
-        drop(
-            metrics
-                .listeners
-                .tls_handshake_errors
-                .get_or_create(&counted(error.reason())),
-        );
+    ];
+    let listeners = &metrics.listeners;
+    start_at_zero(&listeners.connections_closed, reasons.map(counted));
+    start_at_zero(&listeners.connections_refused, [ListenerLabel { listener }]);
+    if profile.tls.is_some() {
+        let errors = HandshakeError::VARIANTS.iter().map(|error| error.reason());
+        start_at_zero(&listeners.tls_handshake_errors, errors.map(counted));
     }
     if profile.protocol == ListenerProtocol::Grpc {
-        for scope in ["stream", "connection"] {
-            let labels = Http2ErrorLabels {
-                listener,
-                scope,
-                reason: "protocol_error",
-            };
-            drop(metrics.listeners.http2_errors.get_or_create(&labels));
-        }
+        let errors = ["stream", "connection"].map(|scope| Http2ErrorLabels {
+            listener,
+            scope,
+            reason: "protocol_error",
+        });
+        start_at_zero(&listeners.http2_errors, errors);
     }
 }

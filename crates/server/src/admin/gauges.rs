@@ -61,7 +61,10 @@ fn refresh_health(metrics: &Metrics, router: &Router) {
     }
     metrics.failed_requests.clear();
     for (rank, outcome, count) in router.failed_requests() {
-        let labels = RankFailureLabels::new(&rank_labels(router, rank), outcome.as_str());
+        let labels = RankFailureLabels {
+            rank: rank_labels(router, rank),
+            kind: outcome.as_str(),
+        };
         metrics.failed_requests.get_or_create(&labels).inc_by(count);
     }
 }
@@ -125,7 +128,10 @@ fn refresh_latency(metrics: &Metrics, router: &Router) {
             ),
         ];
         for (phase, factor, observations) in phases {
-            let labels = RankPhaseLabels::new(&labels, phase);
+            let labels = RankPhaseLabels {
+                rank: labels,
+                phase,
+            };
             metrics.factor.get_or_create(&labels).set(factor);
             let counter = metrics.observations.get_or_create(&labels);
             counter.inc_by(observations);
@@ -184,7 +190,10 @@ fn refresh_sources(metrics: &Metrics, router: &Router) {
     for member in router.fleet().members() {
         let label = RankLabels::new(member.rank, Some(member.worker.role));
         let freshness = router.source_status(member.rank).freshness;
-        let labels = RankFreshnessLabels::new(&label, freshness.as_str());
+        let labels = RankFreshnessLabels {
+            rank: label,
+            freshness: freshness.as_str(),
+        };
         events.source_freshness.get_or_create(&labels).set(1);
         let Some(facts) = router.sources().facts(member.rank) else {
             continue;
@@ -301,7 +310,10 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
             if tier != StorageTier::Device && count == 0 {
                 continue;
             }
-            let labels = RankTierLabels::new(&label, tier.as_str());
+            let labels = RankTierLabels {
+                rank: label,
+                tier: tier.as_str(),
+            };
             let limit = to_gauge(slot.limits.for_tier(tier));
             let cached = metrics.cached_blocks.get_or_create(&labels);
             cached.set(to_gauge(count));

@@ -206,7 +206,7 @@ impl FleetController {
             .collect();
         self.router.sources().set_engine_settings(all, common);
         let adapters = AdapterTable::of_workers(&workers);
-        self.router.sources().adapters().store(Arc::new(adapters));
+        self.router.sources().adapters.store(Arc::new(adapters));
         workers
     }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use warmroute_core::worker::Worker;
 use warmroute_engines::engine_client::EngineClient;
-use warmroute_engines::shared_cache::HttpSharedCache;
+use warmroute_engines::shared_cache::SharedCacheClient;
 use warmroute_metrics::Metrics;
 use warmroute_runtime::causes::describe_failure;
 use warmroute_settings::{MAX_SETTINGS_FILE, Problem, read_regular_file};
@@ -112,7 +112,7 @@ fn try_clients(config: &Config) -> Result<(), Problem> {
         .index
         .shared_cache
         .as_ref()
-        .map(HttpSharedCache::new)
+        .map(SharedCacheClient::new)
         .transpose();
     shared.map_err(|error| Problem::of("shared_cache", error.to_string()).within("index"))?;
     Ok(())

@@ -9,7 +9,7 @@ use warmroute_core::predict::Predictor;
 use warmroute_core::router::{PredictorSet, Router};
 use warmroute_core::sessions::{SessionRecording, SessionStore};
 use warmroute_engines::engine_client::EngineClient;
-use warmroute_engines::shared_cache::HttpSharedCache;
+use warmroute_engines::shared_cache::SharedCacheClient;
 use warmroute_metrics::Metrics;
 use warmroute_tokens::openai::MessageCache;
 
@@ -135,7 +135,7 @@ pub(super) fn preprocessor(
         .index
         .shared_cache
         .as_ref()
-        .map(HttpSharedCache::new)
+        .map(SharedCacheClient::new)
         .transpose()?;
     let tokens = token_sources(config, client, router, metrics);
     let tracking_hash = config
@@ -145,8 +145,8 @@ pub(super) fn preprocessor(
         .map_err(|problem| anyhow::anyhow!("{}", problem.text))?;
     Ok(RequestPreprocessor::new(request::PreprocessorParts {
         models: models
-            .with_adapters(router.sources().adapters().clone())
-            .with_windows(router.sources().windows().clone()),
+            .with_adapters(router.sources().adapters.clone())
+            .with_windows(router.sources().windows.clone()),
         message_cache,
         paths: config.requests.api_paths(),
         clients: config.requests.clients.clone(),
@@ -165,7 +165,7 @@ pub(super) fn preprocessor(
         token_sources: tokens,
         index_client: remote,
         shared_cache: shared.map(|cache| SharedCacheLookup {
-            cache: Arc::new(cache),
+            cache,
             metrics: metrics.clone(),
         }),
     }))
@@ -193,7 +193,7 @@ fn token_sources(
             .model_status(&model.name)
             .unwrap_or_default(),
         engine_tokens: model.remote_tokenizer.as_ref().map(&engine),
-        engine_settings: router.sources().common_settings().clone(),
+        engine_settings: router.sources().common_settings.clone(),
     };
     config
         .models

@@ -32,7 +32,7 @@ pub struct RoutingSection {
     /// Thresholds above which a worker receives no requests.
     pub overload: OverloadConfig,
     /// Ejection of workers after consecutive failures.
-    pub outlier_detection: HealthConfig,
+    pub outlier_detection: HealthRules,
     /// Requirement and conditions of remote prefills.
     pub disaggregation: DisaggregationConfig,
     /// Assignment of requests to pools of workers.
@@ -55,104 +55,5 @@ impl RoutingSection {
     /// Returns the settings of a policy with the configured weights.
     pub fn policy_settings(&self, policy: &PolicyConfig) -> PolicySettings {
         policy.settings(&self.weights)
-    }
-}
-
-/// The `routing.outlier_detection:` section.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct HealthConfig {
-    /// Failed requests in a row that eject a worker rank while other ranks of its model deliver.
-    /// Failures are lost connections, 5xx, empty responses and responses that are overdue. A 4xx or
-    /// a reported overload counts half. Lost connections need no comparison. 0: no ejection.
-    pub consecutive_failures: u32,
-}
-
-impl Default for HealthConfig {
-    fn default() -> Self {
-        Self {
-            consecutive_failures: HealthRules::default().consecutive_failures,
-        }
-    }
-}
-
-impl HealthConfig {
-    /// Returns the rules for the core.
-    pub fn rules(&self) -> HealthRules {
-        HealthRules {
-            consecutive_failures: self.consecutive_failures,
-            ..HealthRules::default()
-        }
-    }
-}
-
-/// The `routing.overload:` section.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct OverloadConfig {
-    /// Share of used KV blocks, from 0 to 1, above which a rank is overloaded.
-    pub decode_blocks_threshold: Option<f64>,
-    /// Prompt tokens waiting for prefill above which a rank is overloaded.
-    pub prefill_tokens_threshold: Option<u64>,
-    /// The same threshold as a multiple of the worker's `max_num_batched_tokens`.
-    pub prefill_tokens_threshold_frac: Option<f64>,
-    /// Time without requests for a worker that returned 429 or 503.
-    pub backoff: DurationSetting,
-    /// Handling of requests while every eligible worker is overloaded.
-    pub when_all: OverloadAction,
-}
-
-impl Default for OverloadConfig {
-    fn default() -> Self {
-        let OverloadThresholds {
-            decode_blocks,
-            prefill,
-            mark_duration: backoff,
-        } = OverloadThresholds::default();
-        Self {
-            decode_blocks_threshold: decode_blocks,
-            prefill_tokens_threshold: prefill.prefill_tokens,
-            prefill_tokens_threshold_frac: prefill.prefill_fraction,
-            backoff: DurationSetting(backoff),
-            when_all: OverloadAction::Route,
-        }
-    }
-}
-
-impl OverloadConfig {
-    /// Returns the thresholds for the core.
-    pub fn thresholds(&self) -> OverloadThresholds {
-        OverloadThresholds {
-            decode_blocks: self.decode_blocks_threshold,
-            prefill: BusyThreshold {
-                prefill_tokens: self.prefill_tokens_threshold,
-                prefill_fraction: self.prefill_tokens_threshold_frac,
-            },
-            mark_duration: self.backoff.get(),
-        }
-    }
-
-    /// Checks the values.
-    pub fn problems(&self) -> Option<Problem> {
-        let (name, text) = self.thresholds().validate().err()?;
-        Some(Problem::of(name, format!("`{name}` {text}")))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn thresholds_are_those_of_the_section() {
-        assert_eq!(
-            OverloadConfig::default().thresholds(),
-            OverloadThresholds::default()
-        );
-        let config: OverloadConfig = serde_json::from_str(r#"{"backoff": "2s"}"#).unwrap();
-        assert_eq!(
-            config.thresholds().mark_duration,
-            std::time::Duration::from_secs(2)
-        );
     }
 }

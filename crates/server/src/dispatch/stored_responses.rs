@@ -15,7 +15,6 @@ pub const RESPONSE_RULES: SessionRules = SessionRules {
     ttl: Duration::from_secs(24 * 3600),
     max_sessions: 65_536,
     max_sessions_per_tenant: 16_384,
-    max_id_length: 256,
 };
 
 /// Relation of a request to stored responses.

@@ -320,7 +320,7 @@ impl ExchangeGuard {
                 placement.reservation.learn_output(output);
             }
             self.router.start_parity_check(placement);
-            prompts = placement.take_prompts();
+            prompts = std::mem::take(&mut placement.prompts);
         }
         self.router.finish(active.placement);
         prompts
@@ -353,7 +353,7 @@ fn book_output(active: &mut ActiveRequest, booked: &mut u64, generated: u64) {
     while *booked < grown {
         *booked += 1;
         active.placement.reservation.add_output_block(fraction);
-        active.placement.add_output_block();
+        active.placement.predictions.add_output_block();
     }
 }
 

@@ -203,7 +203,7 @@ impl SequentialPrefill {
                 if usage.is_some() {
                     router.on_prompt_computed(&mut active.placement);
                 }
-                let prompts = active.placement.take_prompts();
+                let prompts = std::mem::take(&mut active.placement.prompts);
                 audit_prefill_response(&audit, forecast, prompts, usage);
             }
             if let Some(outcome) = outcome {

@@ -184,7 +184,7 @@ impl PrefillMirror {
     ) -> impl FnOnce(&PrefillResponse) + Send + 'static {
         let audit = self.audit.clone();
         let forecast = self.audit.forecast(&booked.route);
-        let prompts = booked.prompts().to_vec();
+        let prompts = booked.prompts.clone();
         move |response: &PrefillResponse| {
             audit_prefill_response(&audit, forecast, prompts, response.usage())
         }

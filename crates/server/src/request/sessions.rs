@@ -70,7 +70,6 @@ impl SessionsConfig {
             ttl: self.ttl.get(),
             max_sessions: self.max_sessions,
             max_sessions_per_tenant: self.max_sessions_per_tenant,
-            ..SessionRules::default()
         }
     }
 

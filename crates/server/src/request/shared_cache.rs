@@ -6,13 +6,13 @@ use std::time::Instant;
 use tracing::debug;
 
 use warmroute_core::router::{RouteRequest, SharedBlocks};
-use warmroute_engines::shared_cache::{SharedCache, SharedCacheQuery};
+use warmroute_engines::shared_cache::SharedCacheClient;
 use warmroute_metrics::{Metrics, ModelLabel, ReasonLabel};
 
 /// The shared cache and its metrics.
 pub struct SharedCacheLookup {
     /// The cache.
-    pub cache: Arc<dyn SharedCache>,
+    pub cache: SharedCacheClient,
     /// The metrics.
     pub metrics: Arc<Metrics>,
 }
@@ -28,13 +28,7 @@ impl SharedCacheLookup {
             return SharedBlocks::NotQueried;
         }
         let started = Instant::now();
-        let answer = self
-            .cache
-            .query(SharedCacheQuery {
-                model: model.as_str(),
-                prompt,
-            })
-            .await;
+        let answer = self.cache.query(model.as_str(), prompt).await;
         self.metrics
             .index
             .shared_cache_lookup_duration_seconds

@@ -11,8 +11,11 @@ impl Fixture {
     fn delivery_changes_without(&self, unreachable: &[u64]) -> Vec<String> {
         let unreachable = unreachable.iter().map(|id| (WorkerId(*id), seconds(9)));
         let unreachable = unreachable.collect();
-        let failing = self.health.failing_groups(&unreachable, self.now);
-        let changes = self.health.update_deliveries(&unreachable, self.now);
+        let failing = self.health.model().failing_groups(&unreachable, self.now);
+        let changes = self
+            .health
+            .model()
+            .update_deliveries(&unreachable, self.now);
         let describe = |change| match change {
             DeliveryTransition::Stopped(group) => {
                 assert_eq!(failing.as_slice(), std::slice::from_ref(&group));

@@ -78,56 +78,6 @@ fn overlap_after(events: &[KvEvent]) -> u32 {
 }
 
 #[test]
-fn fully_cached_prompt_excludes_last_block() {
-    let index = PrefixIndex::new();
-    let mut writer = index.create_writer(RankSlot(0));
-    writer.apply(&stored(
-        None,
-        &[(1, 1), (2, 2), (3, 3), (4, 4)],
-        StorageTier::Device,
-    ));
-    writer.apply(&share(0, (2, 1), &[3, 4]));
-    assert_eq!(
-        device(&index, RankSlot(0), &[1, 2, 3, 4]),
-        0,
-        "block 2 would be needed for the first three"
-    );
-    assert_eq!(device(&index, RankSlot(0), &[1, 2, 3, 4, 5]), 4);
-}
-
-#[test]
-fn group_releases_block_with_last_copy() {
-    let index = PrefixIndex::new();
-    let mut writer = index.create_writer(RankSlot(0));
-    writer.apply(&stored(None, &[(1, 1), (2, 2)], StorageTier::Device));
-    let group_removed = KvEvent::GroupRemoved {
-        group: 0,
-        blocks: vec![EngineHash(1)],
-    };
-    assert_eq!(writer.apply(&group_removed), ApplyOutcome::BlockNotFound);
-    assert_eq!(writer.apply(&share(0, (1, 1), &[1])), ApplyOutcome::Ok);
-    assert_eq!(
-        writer.apply(&share(0, (1, 1), &[1])),
-        ApplyOutcome::DuplicateStore
-    );
-    for (left, outcome) in [
-        (1, ApplyOutcome::Ok),
-        (0, ApplyOutcome::Ok),
-        (0, ApplyOutcome::BlockNotFound),
-    ] {
-        assert_eq!(writer.apply(&group_removed), outcome);
-        assert_eq!(device(&index, RankSlot(0), &[1, 2]), left);
-    }
-    writer.apply(&KvEvent::Cleared);
-    writer.apply(&stored(None, &[(1, 1), (2, 2)], StorageTier::Device));
-    assert_eq!(
-        device(&index, RankSlot(0), &[1, 2]),
-        2,
-        "another model may run there now"
-    );
-}
-
-#[test]
 fn untracked_groups_disable_device_overlap() {
     let unknown = KvEvent::GroupStored {
         group: 0,

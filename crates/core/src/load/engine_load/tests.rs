@@ -1,4 +1,5 @@
 use super::*;
+use crate::load::tests::member;
 use crate::load::{BookingEnd, LoadBooking, LoadTracker, PromptSequences};
 use crate::worker::{DpRank, WorkerId};
 
@@ -24,8 +25,13 @@ impl TestTracker {
             let clock = clock.clone();
             move || *clock.lock()
         });
-        load.open_slot(SLOT, rank(1), &"m".into());
+        load.join(&member(5, 1, 1));
         Self { load, clock }
+    }
+
+    fn unbooked_requests(&self, slot: RankSlot) -> u64 {
+        let loads = self.load.engine_loads().view(self.load.now());
+        loads.unbooked_requests(slot)
     }
 
     fn advance(&self, time: Duration) {
@@ -79,9 +85,9 @@ impl TestTracker {
 #[test]
 fn restarted_router_assumes_reported_requests() {
     let tracker = TestTracker::new();
-    assert_eq!(tracker.load.unbooked_requests(SLOT), 0);
+    assert_eq!(tracker.unbooked_requests(SLOT), 0);
     assert!(tracker.report(9));
-    assert_eq!(tracker.load.unbooked_requests(SLOT), 9);
+    assert_eq!(tracker.unbooked_requests(SLOT), 9);
     assert_eq!(tracker.kv_usage(), Some(0.5));
 }
 
@@ -90,10 +96,10 @@ fn booked_requests_are_not_assumed_again() {
     let tracker = TestTracker::new();
     let booked = [tracker.book(), tracker.book()];
     tracker.report(5);
-    assert_eq!(tracker.load.unbooked_requests(SLOT), 3);
+    assert_eq!(tracker.unbooked_requests(SLOT), 3);
     drop(booked);
     tracker.report(0);
-    assert_eq!(tracker.load.unbooked_requests(SLOT), 0);
+    assert_eq!(tracker.unbooked_requests(SLOT), 0);
 }
 
 #[test]
@@ -104,7 +110,7 @@ fn requests_released_during_the_scrape_are_no_drift() {
         ..tracker.sample(4)
     };
     assert!(tracker.load.record_engine_load(SLOT, rank(1), &sample));
-    assert_eq!(tracker.load.unbooked_requests(SLOT), 0);
+    assert_eq!(tracker.unbooked_requests(SLOT), 0);
     let [load] = tracker.load.engine_loads().snapshot(tracker.load.now())[..] else {
         panic!("one report")
     };
@@ -116,9 +122,9 @@ fn stale_report_does_not_count() {
     let tracker = TestTracker::new();
     tracker.report(9);
     tracker.advance(Duration::from_millis(2999));
-    assert_eq!(tracker.load.unbooked_requests(SLOT), 9);
+    assert_eq!(tracker.unbooked_requests(SLOT), 9);
     tracker.advance(Duration::from_millis(1));
-    assert_eq!(tracker.load.unbooked_requests(SLOT), 0);
+    assert_eq!(tracker.unbooked_requests(SLOT), 0);
     assert_eq!(tracker.kv_usage(), None);
     let loads = tracker.load.engine_loads();
     assert_eq!(loads.snapshot(tracker.load.now()), []);
@@ -128,21 +134,21 @@ fn stale_report_does_not_count() {
 fn reused_slot_starts_without_report() {
     let tracker = TestTracker::new();
     tracker.report(9);
-    tracker.load.close_slot(SLOT);
-    assert_eq!(tracker.load.unbooked_requests(SLOT), 0);
-    tracker.load.open_slot(SLOT, rank(2), &"m".into());
+    tracker.load.leave(&member(5, 1, 1));
+    assert_eq!(tracker.unbooked_requests(SLOT), 0);
+    tracker.load.join(&member(5, 2, 1));
     assert!(!tracker.report(9), "a late report of the previous rank");
-    assert_eq!(tracker.load.unbooked_requests(SLOT), 0);
+    assert_eq!(tracker.unbooked_requests(SLOT), 0);
 }
 
 #[test]
 fn report_survives_growth_of_the_table() {
     let tracker = TestTracker::new();
     tracker.report(9);
-    tracker.load.open_slot(RankSlot(500), rank(7), &"m".into());
-    assert_eq!(tracker.load.unbooked_requests(SLOT), 9);
-    assert_eq!(tracker.load.unbooked_requests(RankSlot(500)), 0);
-    assert_eq!(tracker.load.unbooked_requests(RankSlot(5000)), 0);
+    tracker.load.join(&member(500, 7, 1));
+    assert_eq!(tracker.unbooked_requests(SLOT), 9);
+    assert_eq!(tracker.unbooked_requests(RankSlot(500)), 0);
+    assert_eq!(tracker.unbooked_requests(RankSlot(5000)), 0);
 }
 
 #[test]
@@ -152,5 +158,5 @@ fn unknown_usage_is_not_zero() {
     sample.report.kv_usage = None;
     tracker.load.record_engine_load(SLOT, rank(1), &sample);
     assert_eq!(tracker.kv_usage(), None);
-    assert_eq!(tracker.load.unbooked_requests(SLOT), 1);
+    assert_eq!(tracker.unbooked_requests(SLOT), 1);
 }

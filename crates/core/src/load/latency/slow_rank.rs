@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use strum::IntoStaticStr;
 
 use super::slowdown::RankSlowdown;
 use crate::worker::WorkerRank;
@@ -23,8 +24,9 @@ const MIN_CHANGE_TIME: Duration = Duration::from_secs(3);
 const RECOVERED_RATIO: f64 = 1.4;
 
 /// Phase of a request whose time a factor describes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, IntoStaticStr)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum SlowPhase {
     /// Prefill.
     Prefill,
@@ -35,10 +37,7 @@ pub enum SlowPhase {
 impl SlowPhase {
     /// Returns the name in logs and on pages.
     pub fn as_str(self) -> &'static str {
-        match self {
-            SlowPhase::Prefill => "prefill",
-            SlowPhase::Decode => "decode",
-        }
+        self.into()
     }
 }
 

@@ -7,6 +7,7 @@ use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::block::SequenceHash;
+use crate::load::tests::member;
 use crate::load::{BookingEnd, RankLoad};
 use crate::worker::{DpRank, RankSlot, WorkerId};
 
@@ -47,7 +48,7 @@ impl TestLedger {
         let now = Arc::new(Mutex::new(Instant::now()));
         let clock = now.clone();
         let load = LoadTracker::new(move || *clock.lock());
-        (0..2).for_each(|worker| load.open_slot(RankSlot(worker), rank(worker), &"m".into()));
+        (0..2).for_each(|worker| load.join(&member(worker, worker.into(), 1)));
         Self {
             ledger: BookingLedger::new(load.clone(), rules),
             load,
@@ -195,10 +196,7 @@ fn ledger_limits_blocks() {
         test_ledger.add("b", 1, booking(0, 3)),
         Ok(LedgerChange::Applied)
     );
-    test_ledger
-        .load
-        .open_slot(RankSlot(0), rank(0), &"m".into());
-    test_ledger.ledger.expire();
+    test_ledger.ledger.free(request_attempt("b", 1));
     assert_eq!(test_ledger.ledger.blocks, 0);
 }
 
@@ -218,37 +216,6 @@ fn external_booking_needs_all_ranks_in_fleet() {
     );
     assert_eq!(test_ledger.loads(), [(0, 0, 0), (0, 0, 0)]);
     assert_eq!(test_ledger.ledger.counts(), LedgerCounts::default());
-}
-
-#[test]
-fn booking_ends_with_its_worker() {
-    let mut test_ledger = TestLedger::new(LedgerRules::default());
-    test_ledger.add("a", 0, booking(0, 2)).unwrap();
-    test_ledger.add("b", 0, booking(0, 2)).unwrap();
-    test_ledger
-        .load
-        .open_slot(RankSlot(0), rank(0), &"m".into());
-    assert_eq!(
-        test_ledger.ledger.touch(request_attempt("a", 0)),
-        LedgerChange::Unchanged
-    );
-    assert_eq!(
-        test_ledger.ledger.free(request_attempt("a", 0)),
-        LedgerChange::Unchanged
-    );
-    assert_eq!(
-        test_ledger.add("a", 0, booking(0, 3)),
-        Ok(LedgerChange::Applied)
-    );
-    assert_eq!(test_ledger.ledger.expire(), 0);
-    assert_eq!(
-        test_ledger.ledger.counts(),
-        LedgerCounts {
-            bookings: 1,
-            expired: 0
-        }
-    );
-    assert_eq!(test_ledger.loads()[0], (3, 48, 1));
 }
 
 #[test]

@@ -106,11 +106,6 @@ fn run(
                     take(gone.slot, tree.remove(leaf, gone.slot), &mut weights);
                 }
             }
-            9 if pick % 4 == 0 => {
-                tree.remove_slot(slot);
-                live.retain(|live| live.slot != slot);
-                weights[slot.index()] = 0;
-            }
             _ => {}
         }
         tree.check();
@@ -162,35 +157,4 @@ proptest! {
             }
         });
     }
-}
-
-#[test]
-fn prompt_nodes_merge_after_release() {
-    let mut tree = PromptTree::default();
-    let long = chained(&[0; 25]);
-    let (kept, _) = tree.add(&long, RankSlot(0));
-    for at in 0..25 {
-        let other = chained(&[&vec![0; at][..], &[1, 2]].concat());
-        let (leaf, change) = tree.add(&other, RankSlot(0));
-        assert_eq!(
-            change,
-            WeightChange {
-                added: BlockWeight::ONE.times(2),
-                removed: 0
-            }
-        );
-        assert_eq!(tree.nodes.len(), if at == 0 { 2 } else { 3 });
-        assert_eq!(
-            tree.remove(leaf.unwrap(), RankSlot(0)),
-            WeightChange {
-                added: 0,
-                removed: BlockWeight::ONE.times(2)
-            }
-        );
-        assert_eq!(tree.nodes.len(), 1);
-    }
-    assert_eq!(
-        tree.remove(kept.unwrap(), RankSlot(0)).removed,
-        BlockWeight::ONE.times(25)
-    );
 }

@@ -1,7 +1,6 @@
 //! Learned latency of a tracker: accuracy of predictions, and the copy for another process.
 
 use super::*;
-use crate::worker::ModelName;
 
 /// Seconds of prefill per token of the simulated engine.
 const TOKEN_SECONDS: f64 = 1e-3;
@@ -18,7 +17,7 @@ impl ClockedTracker {
         let clock = now.clone();
         let tracker = LoadTracker::new(move || *clock.lock());
         for slot in 0..2 {
-            tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &model());
+            tracker.join(&member(slot, slot.into(), 1));
         }
         Self { tracker, now }
     }
@@ -52,10 +51,6 @@ impl ClockedTracker {
             }
         }
     }
-}
-
-fn model() -> ModelName {
-    "m".into()
 }
 
 fn factors(report: &CalibrationReport) -> Vec<f64> {
@@ -114,15 +109,15 @@ fn prefill_time_follows_rank_and_work() {
 fn restored_tracker_continues_with_learned_latency() {
     let clocked = ClockedTracker::new();
     clocked.learn(300);
-    clocked.tracker.close_slot(RankSlot(1));
+    clocked.tracker.leave(&member(1, 1, 1));
     let json = serde_json::to_string(&clocked.tracker.latency_snapshot()).unwrap();
     let restored = ClockedTracker::new();
     // One rank joins before the restoration, the other one after it.
-    restored.tracker.close_slot(RankSlot(1));
+    restored.tracker.leave(&member(1, 1, 1));
     let copy = || serde_json::from_str::<LatencySnapshot>(&json).unwrap();
     assert_eq!(restored.tracker.restore_latency(copy()), 1);
-    clocked.tracker.open_slot(RankSlot(1), rank(1), &model());
-    restored.tracker.open_slot(RankSlot(1), rank(1), &model());
+    clocked.tracker.join(&member(1, 1, 1));
+    restored.tracker.join(&member(1, 1, 1));
     let before = clocked.tracker.calibration();
     let after = restored.tracker.calibration();
     assert_eq!(

@@ -43,10 +43,6 @@ enum LogEntry {
         millis: Option<u64>,
         at: u64,
     },
-    /// The slot was closed and opened again.
-    SlotReopened {
-        slot: u32,
-    },
 }
 
 /// State of a request, as another replica would restore it.
@@ -120,7 +116,6 @@ impl SlotModel {
                 self.end_prefill(*id, *at);
                 self.remove(*id);
             }
-            LogEntry::SlotReopened { slot: in_slot } if *in_slot == slot => *self = Self::default(),
             LogEntry::Moved {
                 id,
                 to,
@@ -150,7 +145,7 @@ impl SlotModel {
                         .for_each(|parts| self.discount(*id, parts));
                 }
             }
-            LogEntry::Booked { .. } | LogEntry::SlotReopened { .. } => {}
+            LogEntry::Booked { .. } => {}
         }
     }
 
@@ -335,13 +330,13 @@ proptest! {
 
     #[test]
     fn load_matches_event_log(
-        script in vec((0..15u8, 0..3u32, vec(0..3u64, 0..7), 0..100u64, any::<u16>(), 0..10usize), 1..40),
+        script in vec((0..14u8, 0..3u32, vec(0..3u64, 0..7), 0..100u64, any::<u16>(), 0..10usize), 1..40),
     ) {
         let now = Arc::new(Mutex::new(Instant::now()));
         let start = *now.lock();
         let clock = now.clone();
         let tracker = LoadTracker::new(move || *clock.lock());
-        (0..3).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &"m".into()));
+        (0..3).for_each(|slot| tracker.join(&member(slot, slot.into(), 1)));
         let mut released = BTreeSet::new();
         let mut log = Vec::new();
         let mut live = BTreeMap::<usize, (Reservation, LoggedRequest)>::new();
@@ -385,14 +380,7 @@ proptest! {
                     log.push(LogEntry::Released { id, at });
                 }
                 (9 | 10, _) => *now.lock() += Duration::from_millis(tokens * u64::from(pick % 20)),
-                (11, _) if pick % 4 == 0 => {
-                    tracker.close_slot(RankSlot(slot));
-                    tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &"m".into());
-                    let in_slot = live.values_mut().filter(|(_, request)| request.slot == slot);
-                    in_slot.for_each(|(_, request)| request.is_booked = false);
-                    log.push(LogEntry::SlotReopened { slot });
-                }
-                (12..15, Some(id)) => {
+                (11..14, Some(id)) => {
                     let (reservation, request) = live.get_mut(&id).unwrap();
                     let to = (pick % 8 > 0).then_some(slot);
                     let millis = millis(pick);

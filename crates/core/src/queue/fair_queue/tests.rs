@@ -278,35 +278,6 @@ fn rounds_without_affordable_class_are_skipped() {
 }
 
 #[test]
-fn blocked_request_stops_only_its_lane() {
-    let (_, mut queue, start) = queue_of(&[1]);
-    let among = |set, payload| {
-        let mut entry = entry(0, 1, start, payload);
-        entry.metadata.lane = QueueLane::WorkerSet(set);
-        entry
-    };
-    for waiter in [among(7, 0), among(7, 1), entry(0, 1, start, 2), among(8, 3)] {
-        queue.push(waiter);
-    }
-    let mut attempted = Vec::new();
-    let mut went = Vec::new();
-    let mut all = |queue: &mut FairQueue<usize>| {
-        while let Some((entry, ())) = queue.place_next(|entry| {
-            attempted.push(entry.payload);
-            (entry.payload != 0).then_some(())
-        }) {
-            went.push(entry.payload);
-        }
-    };
-    all(&mut queue);
-    all(&mut queue);
-    queue.unblock_all();
-    all(&mut queue);
-    assert_eq!(attempted, [0, 2, 3, 0]);
-    assert_eq!(went, [2, 3]);
-}
-
-#[test]
 fn panicking_attempt_changes_nothing() {
     let (_, mut queue, start) = queue_of(&[1, 1]);
     queue.push(entry(0, 5, start, 0));

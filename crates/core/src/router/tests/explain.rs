@@ -302,9 +302,9 @@ fn explanation_lists_overloaded_ejected_and_removed_workers() {
     let now = router.load().now();
     router.feedback.overload.mark(WorkerId(2), now);
     eject(&router, 3);
-    router
-        .load()
-        .close_slot(router.fleet().slot(rank(4)).unwrap());
+    let fleet = router.fleet();
+    let leaving = fleet.member(fleet.slot(rank(4)).unwrap());
+    router.load().leave(leaving.unwrap());
     let explanation = router.explain(request(&[vec![1]]));
     assert_eq!(why(&explanation, 1), None);
     assert_eq!(why(&explanation, 2), Some("is overloaded"));

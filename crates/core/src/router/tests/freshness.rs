@@ -47,7 +47,7 @@ fn windows_follow_most_engines() {
             ..SourceStatus::EXACT
         };
         router.set_source_status(rank(id), status);
-        let learned = router.sources().windows().load();
+        let learned = router.sources().windows.load();
         learned.get(&ModelName::from("m")).copied()
     };
     assert_eq!(learn(1, Plain), Some(Plain));

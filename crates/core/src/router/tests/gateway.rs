@@ -429,7 +429,6 @@ fn pool_request_uses_pool_workers_only() {
 fn responses_without_computation_do_not_affect_health() {
     let failures = HealthRules {
         consecutive_failures: 3,
-        ..HealthRules::default()
     };
     let answers = |sent: &[(bool, u16)]| {
         let router = router_of(

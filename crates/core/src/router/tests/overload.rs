@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::health::{HealthRules, RequestOutcome};
+use crate::health::RequestOutcome;
 use crate::load::{EngineLoadReport, EngineLoadSample};
 use crate::policy::{EligibilityError, OverloadThresholds};
 use crate::worker::DpRank;
@@ -159,19 +159,7 @@ fn reported_kv_usage_overloads_worker_until_stale() {
 #[test]
 fn failing_worker_is_ejected_probed_and_readmitted() {
     let clock = Clock::default();
-    let health = HealthRules {
-        consecutive_failures: 3,
-        base_ejection_time: Duration::from_secs(1),
-        max_ejection_time: Duration::from_secs(60),
-    };
-    let router = clocked(
-        [worker(1), worker(2)],
-        RouterSettings {
-            health,
-            ..RouterSettings::default()
-        },
-        &clock,
-    );
+    let router = clocked([worker(1), worker(2)], RouterSettings::default(), &clock);
     for _ in 0..3 {
         router.on_response(&mut booked_at(&router, 1), DEAD);
     }

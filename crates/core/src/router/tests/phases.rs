@@ -512,7 +512,7 @@ fn placed_request_is_predicted_only_when_sent() {
     router.confirm_prefill(&mut booked);
     assert_eq!(held(), [(1, 0, 3, 0), (11, 3, 0, 0)]);
     router.resolve_predictions(&mut booked, 200);
-    booked.add_output_block();
+    booked.predictions.add_output_block();
     assert_eq!(held(), [(1, 0, 3, 0), (11, 0, 3, 1)]);
 }
 

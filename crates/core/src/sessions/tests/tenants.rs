@@ -53,13 +53,14 @@ fn tenant_at_limit_evicts_only_own_sessions() {
         SessionError::TenantFull { limit: 2 }
     );
     drop(running);
+    let tenant = "a".repeat(257);
     let long = SessionName {
-        tenant: Some("123456789"),
+        tenant: Some(&tenant),
         ..of_tenant("a", "")
     };
     assert_eq!(
         sessions.enter(long).unwrap_err(),
-        SessionError::IdLength { bytes: 9, limit: 8 }
+        SessionError::IdLength { bytes: 257 }
     );
     sessions.expire();
     assert_eq!(sessions.counts().sessions, 3);

@@ -6,8 +6,8 @@
 //! 16 Mi tokens of 4 bytes, and 1 Mi each of extra-key lists, extra keys and multimodal objects of
 //! 24 to 40 bytes.
 
-use super::error::{BatchLimit, WireError};
 use super::fields::{EventEncoding, EventField, EventFields, EventType, MAX_TAIL};
+use super::{BatchLimit, WireError};
 
 /// Maximum number of events in a batch. Engines publish one event per evicted block.
 const EVENTS: usize = 1 << 17;

@@ -200,7 +200,7 @@ async fn engine_settings_follow_reload() {
     let common = || {
         router
             .sources()
-            .common_settings()
+            .common_settings
             .load()
             .get(&"m".into())
             .cloned()

@@ -28,8 +28,6 @@ pub(super) const MAX_BLOCKS_OF_ALL_PEERS: usize = if cfg!(test) { 3 << 17 } else
 pub struct LocalView<'a> {
     /// Load tracker.
     pub load: &'a Arc<LoadTracker>,
-    /// Generation of the fleet. The slots of a rank can differ between generations.
-    pub generation: u64,
     /// Returns the slot of a rank.
     pub slot: &'a dyn Fn(WorkerRank) -> Option<RankSlot>,
     /// Key of `routing.block_hash`, if configured.
@@ -67,8 +65,6 @@ pub(super) struct ReservationMirror {
     others: ReservationTotals,
     /// Number of reservations that were ignored because of a limit.
     ignored: u64,
-    /// Fleet generation that the slots belong to.
-    generation: u64,
 }
 
 #[derive(Debug)]
@@ -114,16 +110,11 @@ impl ReservationMirror {
         view: &LocalView<'_>,
     ) {
         let mut previous = std::mem::take(self);
-        self.generation = view.generation;
         self.ignored = previous.ignored;
         self.others = previous.others;
         for (id, state) in all {
             match previous.bookings.remove(&id) {
-                Some(known)
-                    if known.state.is_equivalent(&state)
-                        && !known.is_interrupted()
-                        && self.has_room_for(&known) =>
-                {
+                Some(known) if known.state.is_equivalent(&state) && self.has_room_for(&known) => {
                     self.waiting += usize::from(known.reservation.is_none());
                     self.blocks += known.blocks();
                     self.bookings.insert(id, known);
@@ -136,18 +127,8 @@ impl ReservationMirror {
         }
     }
 
-    /// Books reservations whose worker has become known or has changed its slot.
-    pub(super) fn relocate(&mut self, view: &LocalView<'_>) {
-        if std::mem::replace(&mut self.generation, view.generation) != view.generation {
-            for mirrored in self
-                .bookings
-                .values_mut()
-                .filter(|mirrored| mirrored.is_interrupted())
-            {
-                mirrored.reservation = None;
-                self.waiting += 1;
-            }
-        }
+    /// Books reservations whose worker has become known.
+    pub(super) fn book_waiting(&mut self, view: &LocalView<'_>) {
         if self.waiting == 0 {
             return;
         }
@@ -275,12 +256,6 @@ impl MirroredReservation {
             .iter()
             .map(|booking| booking.sequences.block_count())
             .sum()
-    }
-
-    fn is_interrupted(&self) -> bool {
-        self.reservation
-            .as_ref()
-            .is_some_and(Reservation::is_interrupted)
     }
 
     fn reserve(&mut self, view: &LocalView<'_>) {

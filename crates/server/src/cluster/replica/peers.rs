@@ -291,7 +291,7 @@ impl PeerTable {
             self.orphaned_since.get_or_insert(now);
         }
         for (id, peer) in &mut self.peers {
-            peer.mirror.relocate(view);
+            peer.mirror.book_waiting(view);
             if let PeerState::CatchingUp(fetch) = &mut peer.state
                 && now.saturating_duration_since(fetch.requested_at) > SNAPSHOT_TIMEOUT
             {

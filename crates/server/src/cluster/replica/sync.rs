@@ -363,7 +363,6 @@ impl ReplicaSync {
         let fleet = router.fleet();
         let view = LocalView {
             load: router.load(),
-            generation: fleet.generation(),
             slot: &|rank| fleet.slot(rank),
             key: self.key.as_ref(),
             sessions: self.dispatcher.sessions().map(|sessions| &**sessions),

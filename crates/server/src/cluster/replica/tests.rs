@@ -15,6 +15,7 @@ use prost::Message as _;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use warmroute_core::block::{LocalHash, SequenceHash};
+use warmroute_core::fleet::FleetMember;
 use warmroute_core::load::{
     BookingEnd, LoadBooking, LoadListener, LoadTracker, PromptSequences, RankLoad, Reservation,
     ReservationEvent,
@@ -24,7 +25,7 @@ use warmroute_core::sessions::{
     BindingVersion, SessionEntry, SessionKey, SessionMove, SessionName, SessionRecording,
     SessionRules, SessionStore, SessionUpdate,
 };
-use warmroute_core::worker::{BlockSize, RankSlot, WorkerRank};
+use warmroute_core::worker::{BlockSize, RankSlot, Worker, WorkerEndpoint, WorkerId, WorkerRank};
 
 use super::mirror::{LocalView, MAX_BLOCKS_OF_ALL_PEERS, ReservationMirror};
 use super::outbox::ReplicaOutbox;
@@ -68,7 +69,6 @@ struct Replica {
     first: u64,
     /// Number of known ranks.
     known: u64,
-    generation: u64,
     random: SmallRng,
     /// Sessions that this replica has to close.
     owned_sessions: BTreeMap<String, WorkerRank>,
@@ -105,7 +105,6 @@ impl Replica {
             held: Vec::new(),
             first: number % RANKS,
             known: 0,
-            generation: 0,
             random,
             owned_sessions: BTreeMap::new(),
         };
@@ -118,19 +117,27 @@ impl Replica {
         RankSlot(((worker + first) % RANKS) as u32)
     }
 
+    fn member(first: u64, worker: u64) -> FleetMember {
+        let block_size = BlockSize::new(16).unwrap();
+        let endpoint = WorkerEndpoint(([10, 0, 0, worker as u8], 8000).into());
+        FleetMember {
+            slot: Self::slot(first, worker),
+            rank: rank(worker),
+            worker: Worker::new(WorkerId(worker), endpoint, "m".into(), block_size).into(),
+        }
+    }
+
     /// Opens slots for the ranks up to `known`.
     fn open_ranks(&mut self, known: u64) {
         (self.known..known).for_each(|worker| {
-            self.load
-                .open_slot(Self::slot(self.first, worker), rank(worker), &"m".into())
+            self.load.join(&Self::member(self.first, worker));
         });
         self.known = self.known.max(known);
-        self.generation += 1;
     }
 
     /// Moves all ranks to other slots.
     fn move_slots(&mut self) {
-        (0..self.known).for_each(|worker| self.load.close_slot(Self::slot(self.first, worker)));
+        (0..self.known).for_each(|worker| self.load.leave(&Self::member(self.first, worker)));
         self.first += 1;
         let known = std::mem::take(&mut self.known);
         self.open_ranks(known);
@@ -190,7 +197,6 @@ impl Replica {
         let known = self.known;
         let view = LocalView {
             load: &self.load,
-            generation: self.generation,
             slot: &|rank| (rank.worker.0 < known).then(|| Self::slot(first, rank.worker.0)),
             key: None,
             sessions: Some(&self.sessions),

@@ -3,7 +3,7 @@
 
 use warmroute_core::health::RequestOutcome;
 use warmroute_core::router::{
-    RelocationOutcome, RequestPredictions, ResponseOrigin, WorkerResponse,
+    RelocationOutcome, RemoteOverlaps, RequestPredictions, ResponseOrigin, WorkerResponse,
 };
 use warmroute_core::worker::WorkerEndpoint;
 use warmroute_metrics::{Metrics, count_outcome};
@@ -95,7 +95,7 @@ impl ExchangeGuard {
             self.router
                 .resolve_predictions(&mut active.placement, head.status);
         }
-        active.placement.clear_remote_overlaps();
+        active.placement.remote_overlaps = RemoteOverlaps::NotQueried;
         log_health_changes(&self.router, changes);
     }
 

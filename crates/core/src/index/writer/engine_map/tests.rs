@@ -102,29 +102,6 @@ fn map_returns_memory_and_needs_few_bytes() {
 }
 
 #[test]
-fn hashes_of_one_home_bucket_overflow() {
-    let mut map = EngineBlockMap::default();
-    let colliding: Vec<_> = (0u64..)
-        .filter(|hash| mix(*hash) >> 56 == 255)
-        .take(150)
-        .map(EngineHash)
-        .collect();
-    for (at, hash) in colliding.iter().enumerate() {
-        map.insert(*hash, mapped(at as u32));
-    }
-    let removed = [3, 0, 149, 7, 8, 9, 10, 148, 71, 72, 73];
-    for removed in removed {
-        let (at, _) = map.find(colliding[removed]).unwrap();
-        map.set_layers(at, LayerSet::NONE);
-        assert!(!map.contains(colliding[removed]));
-    }
-    let remaining = (0..150)
-        .filter(|at| map.get(colliding[*at]) == Some(mapped(*at as u32)))
-        .count();
-    assert_eq!((remaining, map.len()), (139, 139));
-}
-
-#[test]
 fn missing_hash_in_small_map_ends_probe() {
     let mut hash = 1_u64;
     let mut next = || {
@@ -138,14 +115,4 @@ fn missing_hash_in_small_map_ends_probe() {
         (0..count).for_each(|number| map.insert(next(), mapped(number)));
         assert!(!map.contains(next()), "{count} hashes");
     }
-}
-
-#[test]
-fn empty_map_finds_nothing() {
-    let mut map = EngineBlockMap::default();
-    map.repartition(4);
-    (0..100).for_each(|hash| {
-        map.prefetch(EngineHash(hash));
-        assert_eq!(map.get(EngineHash(hash)), None);
-    });
 }

@@ -37,7 +37,6 @@ fn fallbacks_are_next_best_healthy_endpoints() {
     let clock = Clock::default();
     let health = HealthRules {
         consecutive_failures: 1,
-        ..HealthRules::default()
     };
     let settings = |fallbacks, scores| RouterSettings {
         max_fallbacks: fallbacks,
@@ -188,7 +187,7 @@ fn booking_and_prediction_move_to_serving_rank() {
             several_ranks: false
         }
     );
-    booked.add_output_block();
+    booked.predictions.add_output_block();
     assert_eq!(expected_at(&router)[1], (2, 3, 1));
     drop(booked);
     assert_eq!(
@@ -335,7 +334,7 @@ fn unknown_endpoint_releases_booking() {
         (expected_at(&router), booked.route.to.rank),
         (vec![(1, 0, 0), (2, 0, 0)], rank(1))
     );
-    booked.add_output_block();
+    booked.predictions.add_output_block();
     assert_eq!(
         router.on_served_by(&mut booked, endpoint(2)),
         RelocationOutcome::Released,

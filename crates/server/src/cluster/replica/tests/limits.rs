@@ -6,7 +6,6 @@ use super::*;
 fn empty_view(load: &Arc<LoadTracker>) -> LocalView<'_> {
     LocalView {
         load,
-        generation: 0,
         slot: &|_| None,
         key: None,
         sessions: None,

@@ -1,4 +1,5 @@
-//! Confirmed blocks of one rank, with their eviction policy, and the leases of running requests.
+//! Predicted cache of one rank: its confirmed blocks with their eviction policy, the leases of
+//! running requests, and the prompts in flight.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::eviction_age::EvictionAge;
+use super::in_flight::InFlightState;
 use super::policy::EffectivePolicy;
 use super::predicted_tree::{self, EarlierUse, PredictedTree, PromptUse, RunId, UseStamp};
 use super::rules::PredictorRules;
@@ -21,17 +23,19 @@ const EVICTION_BATCH: u64 = 1024;
 /// for other reasons.
 const CORRECTION_DIVISOR: u64 = 8;
 
-/// Confirmed blocks of one rank.
-pub(super) struct ConfirmedBlocks {
-    rank: WorkerRank,
+/// Predicted cache of one rank.
+pub(super) struct PredictedRank {
+    pub(super) rank: WorkerRank,
     policy: EffectivePolicy,
-    rules: Arc<PredictorRules>,
+    pub(super) rules: Arc<PredictorRules>,
     /// Number of prompt blocks and generated blocks.
     used: AtomicU64,
     /// Expiry step of the least recently used block that can be evicted, `u64::MAX` without one.
     oldest: AtomicU64,
-    /// `None` after the slot was closed.
-    state: Mutex<Option<ConfirmedState>>,
+    /// Confirmed blocks; `None` after the slot was closed.
+    confirmed: Mutex<Option<ConfirmedState>>,
+    /// Prompts in flight; `None` after the slot was closed. Locked before `confirmed`.
+    pub(super) in_flight: Mutex<Option<InFlightState>>,
 }
 
 /// State behind the lock.
@@ -46,24 +50,24 @@ struct ConfirmedState {
     refused: u64,
 }
 
-impl std::fmt::Debug for ConfirmedBlocks {
+impl std::fmt::Debug for PredictedRank {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Rank")
+        f.debug_struct("PredictedRank")
             .field("rank", &self.rank)
             .finish_non_exhaustive()
     }
 }
 
-impl ConfirmedBlocks {
+impl PredictedRank {
     pub(super) fn new(
         paths: PathWriter,
         rank: WorkerRank,
         policy: EffectivePolicy,
         rules: Arc<PredictorRules>,
+        in_flight: InFlightState,
     ) -> Self {
-        let tree = PredictedTree::new(paths);
-        let state = ConfirmedState {
-            tree,
+        let confirmed = ConfirmedState {
+            tree: PredictedTree::new(paths),
             growing: 0,
             uses: 0,
             evicted: 0,
@@ -76,23 +80,17 @@ impl ConfirmedBlocks {
             rules,
             used: AtomicU64::new(0),
             oldest: AtomicU64::new(u64::MAX),
-            state: Mutex::new(Some(state)),
+            confirmed: Mutex::new(Some(confirmed)),
+            in_flight: Mutex::new(Some(in_flight)),
         }
     }
 
-    pub(super) fn rank(&self) -> WorkerRank {
-        self.rank
-    }
-
-    /// Returns whether running requests hold their blocks, instead of a time to live.
-    pub(super) fn uses_leases(&self) -> bool {
-        self.policy.has_leases()
-    }
-
     pub(super) fn close(&self) {
-        let closed = self.state.lock().take();
-        // Removing the blocks from the index takes time, so the lock is not held meanwhile.
-        drop(closed);
+        // Removing the blocks from the index takes time, so no lock is held meanwhile.
+        let confirmed = self.confirmed.lock().take();
+        drop(confirmed);
+        let in_flight = self.in_flight.lock().take();
+        drop(in_flight);
     }
 
     pub(super) fn record(self: &Arc<Self>, prompt: &BlockHashes) -> PredictionLease {
@@ -106,7 +104,7 @@ impl ConfirmedBlocks {
         prompt: &BlockHashes,
         expiry_step: Option<u64>,
     ) -> PredictionLease {
-        let mut state = self.state.lock();
+        let mut state = self.confirmed.lock();
         let Some(state) = state.as_mut() else {
             return PredictionLease::none();
         };
@@ -141,7 +139,7 @@ impl ConfirmedBlocks {
     /// Returns the last uses of the leading blocks of a prompt. Runs within the first `in_flight`
     /// blocks count as held, because prompts in flight share them. Empty on ranks with a time to live.
     pub(super) fn earlier_uses(&self, blocks: &[LocalHash], in_flight: usize) -> Vec<EarlierUse> {
-        let state = self.state.lock();
+        let state = self.confirmed.lock();
         let Some(state) = state.as_ref().filter(|_| self.policy.has_leases()) else {
             return Vec::new();
         };
@@ -159,7 +157,7 @@ impl ConfirmedBlocks {
     /// evicts in the order of last use.
     fn evict_unused_since(&self, first_missing: EarlierUse) {
         let mut remaining = self.policy.max_blocks() / CORRECTION_DIVISOR;
-        let mut guard = self.state.lock();
+        let mut guard = self.confirmed.lock();
         while let Some(state) = guard.as_mut().filter(|_| remaining > 0) {
             let batch = remaining.min(EVICTION_BATCH);
             let evicted = state.evict_unused_since(first_missing.stamp, batch);
@@ -196,7 +194,7 @@ impl ConfirmedBlocks {
         known: usize,
         held: Option<LeaseHold>,
     ) {
-        let mut state = self.state.lock();
+        let mut state = self.confirmed.lock();
         let Some(state) = state.as_mut() else { return };
         let own = state.tree.exclusive_tail(
             prompt.locals(),
@@ -219,14 +217,14 @@ impl ConfirmedBlocks {
     }
 
     pub(super) fn grow(&self, blocks: u64) {
-        if let Some(state) = self.state.lock().as_mut() {
+        if let Some(state) = self.confirmed.lock().as_mut() {
             state.growing += blocks;
             self.make_room(state);
         }
     }
 
     pub(super) fn release(&self, tail: Option<RunId>, generated: u64) {
-        let mut state = self.state.lock();
+        let mut state = self.confirmed.lock();
         let Some(state) = state.as_mut() else { return };
         let stamp = state.stamp(&self.rules);
         state.growing -= generated;
@@ -234,9 +232,14 @@ impl ConfirmedBlocks {
         self.make_room(state);
     }
 
+    /// Removes expired blocks, if the policy has a time to live.
     pub(super) fn expire(&self) {
+        if self.policy.has_leases() {
+            return;
+        }
+        self.expire_in_flight();
         let now = self.rules.current_step();
-        let mut state = self.state.lock();
+        let mut state = self.confirmed.lock();
         while state.as_mut().is_some_and(|state| state.expire(now)) {
             MutexGuard::bump(&mut state);
         }
@@ -246,7 +249,9 @@ impl ConfirmedBlocks {
     }
 
     pub(super) fn stats(&self, slot: RankSlot) -> Option<RankPrediction> {
-        let state = self.state.lock();
+        let in_flight = self.in_flight.lock();
+        let in_flight = in_flight.as_ref()?;
+        let state = self.confirmed.lock();
         let state = state.as_ref()?;
         Some(RankPrediction {
             slot,
@@ -257,8 +262,8 @@ impl ConfirmedBlocks {
             runs: state.tree.runs(),
             evicted: state.evicted,
             expired: state.expired,
-            refused: state.refused,
-            in_flight: 0,
+            refused: state.refused + in_flight.refused_blocks,
+            in_flight: in_flight.tree.blocks(),
         })
     }
 }
@@ -337,7 +342,7 @@ pub struct PredictionLease {
 /// Record of a request on a rank.
 #[derive(Debug)]
 struct LeaseRecord {
-    rank: Arc<ConfirmedBlocks>,
+    rank: Arc<PredictedRank>,
     /// Use under which the prompt was recorded.
     stamp: UseStamp,
     /// Number of leading blocks that existed before.
