@@ -5,7 +5,7 @@
 use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
 use proto::body_mutation::Mutation;

@@ -2,7 +2,7 @@
 //! routed load-only until it ends. Also tokenization by remote engines, which may be unavailable.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
@@ -326,7 +326,6 @@ async fn dead_or_slow_render_servers_cause_no_error() {
             let answer = bed.query(&chat(&essay(topic))).await;
             assert_eq!((answer.mode(), answer.engine()), (mode, 1), "{answer:?}");
         }
-        let started = Instant::now();
         bed.wait_metrics("no engine is queried", |page| {
             page.sum(
                 "remote_tokenizer_requests_total",
@@ -334,7 +333,6 @@ async fn dead_or_slow_render_servers_cause_no_error() {
             ) >= 1.0
         })
         .await;
-        assert!(started.elapsed() < Duration::from_secs(30));
         let reasons = bed
             .metric(
                 "degradations_total",

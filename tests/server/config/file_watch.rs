@@ -1,5 +1,7 @@
 //! Changes of the workers file.
 
+use std::time::Duration;
+
 use tokio_util::task::AbortOnDropHandle;
 use warmroute_testbed::ports::PATIENCE;
 

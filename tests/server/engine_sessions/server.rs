@@ -2,7 +2,6 @@
 
 use serde_json::Value;
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::PATIENCE;
 
 use super::*;
 use crate::site::ServerSite;
