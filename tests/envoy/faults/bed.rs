@@ -17,11 +17,11 @@ pub(crate) async fn start(engines: u64, args: &[&str]) -> RoutingBed {
     let specs: Vec<_> = (1..=engines)
         .map(|id| EngineSpec::new(id).with(args))
         .collect();
-    start_with(&specs, json!({})).await
+    start_with(&specs, &json!({})).await
 }
 
 /// Like [`start`], with `process` in the configuration of warmroute.
-pub(crate) async fn start_with(specs: &[EngineSpec], process: Value) -> RoutingBed {
+pub(crate) async fn start_with(specs: &[EngineSpec], process: &Value) -> RoutingBed {
     let envoy = |shipped: &str| {
         let config = patient(shipped).replace("message_timeout: 30s", "message_timeout: 300s");
         // Envoy ends all exchanges if a busy machine answers its pings late.
@@ -35,7 +35,7 @@ pub(crate) async fn start_with(specs: &[EngineSpec], process: Value) -> RoutingB
 }
 
 /// Returns the configuration of warmroute in [`start_with`].
-pub(crate) fn router_config(process: Value) -> Value {
+pub(crate) fn router_config(process: &Value) -> Value {
     json!({"requests": {"limits": {"decision_timeout": "240s"}}, "process": process})
 }
 

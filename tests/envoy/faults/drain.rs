@@ -45,7 +45,7 @@ async fn end(streams: Vec<(reqwest::Response, Vec<u8>)>, tokens: u64) {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
-    let bed = start_with(&[slow_engine()], json!({})).await;
+    let bed = start_with(&[slow_engine()], &json!({})).await;
     let streams = begin(&bed, 4, 300).await;
     bed.stack.router().unwrap().terminate();
 
@@ -83,7 +83,7 @@ async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn drain_deadline_leaves_streams_to_envoy() {
     let process = json!({"drain": {"grace_period": "0s", "timeout": "500ms"}});
-    let bed = start_with(&[slow_engine()], process).await;
+    let bed = start_with(&[slow_engine()], &process).await;
     let streams = begin(&bed, 4, 200).await;
     let signalled = Instant::now();
     bed.stack.router().unwrap().terminate();

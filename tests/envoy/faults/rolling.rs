@@ -52,8 +52,8 @@ async fn restarts_under_load_lose_no_request_or_stream() {
         EngineSpec::new(3).with(&["--step-us", "40000"]),
     ];
     let process = json!({"drain": {"grace_period": "5s", "timeout": "60s"}});
-    let config = with_response_headers(router_config(process.clone()));
-    let mut bed = start_with(&engines, process).await;
+    let config = with_response_headers(router_config(&process));
+    let mut bed = start_with(&engines, &process).await;
     let long = long_streams(&bed).await;
 
     let sent = Arc::new(AtomicUsize::new(0));
