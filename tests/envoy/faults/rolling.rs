@@ -86,11 +86,8 @@ async fn restarts_under_load_lose_no_request_or_stream() {
     let mut left = Vec::new();
     for nth in 1..=RESTARTS {
         let wanted = nth * REQUESTS / (RESTARTS + 2);
-        assert!(
-            until(PATIENCE * 2, async || sent.load(Ordering::Relaxed)
-                >= wanted)
-            .await
-        );
+        let reached = async || sent.load(Ordering::Relaxed) >= wanted;
+        assert!(until(PATIENCE * 2, reached).await);
         left.push(bed.stack.replace_router(&config).await.unwrap());
     }
     restarted.store(true, Ordering::Release);
