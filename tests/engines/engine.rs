@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::process::Stdio;
-use std::time::Duration;
 
 use bytes::Bytes;
 use reqwest::{Response, StatusCode};
@@ -11,10 +10,9 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::{Child, ChildStdin, Command};
 use tokio::time::timeout;
+use warmroute_testbed::ports::PATIENCE;
 use warmroute_testbed::programs::example_program;
 use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, ZmqMessage};
-
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A running engine. It exits with the test, because its standard input closes.
 pub(crate) struct SimulatorProcess {
@@ -53,7 +51,7 @@ impl SimulatorProcess {
             _stdin: child.stdin.take(),
             _child: child,
             http: warmroute_runtime::tls::http_client_builder()
-                .timeout(PATIENCE * 4)
+                .timeout(PATIENCE)
                 .build()
                 .unwrap(),
         }

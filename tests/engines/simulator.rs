@@ -6,14 +6,12 @@ mod formats;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use clap::Parser as _;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
-use warmroute_testbed::workload::{ChatWorkload, WorkloadShape};
+use warmroute_testbed::ports::PATIENCE;
 use zeromq::{Socket as _, SocketRecv as _, SubSocket};
 
-use crate::engine::{self, PATIENCE, SimulatorProcess, cached_tokens, ids};
+use crate::engine::{self, SimulatorProcess, cached_tokens, ids};
 
 async fn simulator(flags: &[&str]) -> SimulatorProcess {
     let tokenizer = "examples/models/qwen2.5/tokenizer.json.gz";
@@ -41,35 +39,6 @@ async fn replay(engine: &SimulatorProcess, rank: usize, start: u64) -> Vec<Event
         .iter()
         .map(|frames| EventBatch::of(frames))
         .collect()
-}
-
-#[tokio::test]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn engine_runs_inside_another_program() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    let tokenizer = "examples/models/tinyllama/tokenizer.json.gz";
-    let config = warmroute_engine_sim::EngineConfig::parse_from([
-        "engine",
-        "--quiet",
-        "--id",
-        "3",
-        "--tokenizer",
-        tokenizer,
-    ]);
-    let engine = tokio::spawn(warmroute_engine_sim::run(config, listener));
-    let request = warmroute_runtime::tls::http_client_builder()
-        .build()
-        .unwrap()
-        .post(format!("http://{address}/v1/completions"))
-        .json(&ids(0..20, 2));
-    let response = request.send().await.unwrap();
-    assert_eq!(
-        (response.status(), &response.headers()["x-engine-id"]),
-        (StatusCode::OK, &"3".parse().unwrap())
-    );
-    engine.abort();
-    assert!(engine.await.unwrap_err().is_cancelled());
 }
 
 /// A decoded batch of events.
@@ -235,31 +204,6 @@ async fn live_events_replay_and_state_agree() {
 
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn engine_connects_to_listening_subscriber() {
-    let mut live = SubSocket::new();
-    let endpoint = live.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
-    live.subscribe("").await.unwrap();
-    let flags = [
-        "--events-endpoint",
-        &endpoint,
-        "--events-attach",
-        "connect",
-        "--topic",
-        "kv@sim",
-    ];
-    let engine = simulator(&flags).await;
-    for probe in 0.. {
-        engine.complete(ids(probe * 100..probe * 100 + 20, 1)).await;
-        if let Ok(message) = tokio::time::timeout(Duration::from_millis(50), live.recv()).await {
-            assert_eq!(EventBatch::of(&message.unwrap().into_vec()).rank, 0);
-            return;
-        }
-        assert!(probe < 400, "no event arrives");
-    }
-}
-
-#[tokio::test]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn ranks_have_separate_caches_sockets_and_sequences() {
     let engine = with_events(&["--dp-size", "2", "--dp-start", "2"]).await;
     let ask = async |rank: &'static str| {
@@ -307,44 +251,4 @@ async fn ranks_have_separate_caches_sockets_and_sequences() {
             .await
             .contains("vllm:num_requests_running{engine=\"3\"")
     );
-}
-
-#[tokio::test]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn turns_hit_all_blocks_of_previous_turn() {
-    let engine = simulator(&[]).await;
-    let shape = WorkloadShape {
-        groups: 2,
-        sessions_per_group: 2,
-        system_words: 200..=400,
-        ..WorkloadShape::default()
-    };
-    let mut seen = [false; 2];
-    for session in ChatWorkload::new(3, &shape).sessions {
-        let mut answers = Vec::new();
-        let mut known = 0;
-        while answers.len() < session.turns.len() {
-            let request = session.request("sim", &answers);
-            let answer = engine.post_json("/v1/chat/completions", request).await;
-            let hit = cached_tokens(&answer);
-            if answers.is_empty() {
-                assert_eq!(
-                    hit >= 200,
-                    seen[session.group],
-                    "the group's system prompt is warm from its first session"
-                );
-            } else {
-                assert!(hit >= known / 16 * 16, "hit {hit} of {known} known tokens");
-            }
-            // The last token is sampled, but its KV is never computed.
-            known = answer["usage"]["total_tokens"].as_u64().unwrap() - 1;
-            answers.push(
-                answer["choices"][0]["message"]["content"]
-                    .as_str()
-                    .unwrap()
-                    .to_owned(),
-            );
-        }
-        seen[session.group] = true;
-    }
 }

@@ -5,10 +5,10 @@
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::MODEL;
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::{FreePort, PATIENCE, until};
 
 use crate::support::another::SecondRouter;
-use crate::support::deployment::{PATIENCE, RoutedAnswer, TestDeployment, essay, fast};
+use crate::support::deployment::{RoutedAnswer, TestDeployment, essay, fast};
 
 /// Number of compared requests.
 const REQUESTS: usize = 800;

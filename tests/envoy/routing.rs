@@ -21,4 +21,3 @@ mod sources;
 mod speculative_decoding;
 mod stored_responses;
 mod trust;
-mod wire;

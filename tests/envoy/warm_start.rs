@@ -6,11 +6,11 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 use warmroute_testbed::deployment::{EngineSpec, MODEL};
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::{FreePort, PATIENCE, until};
 
 use crate::support::another::SecondRouter;
 use crate::support::deployment::{
-    PATIENCE, RoutedAnswer, TestDeployment, essay, fast, with_response_headers,
+    RoutedAnswer, TestDeployment, essay, fast, with_response_headers,
 };
 
 /// Number of compared requests.

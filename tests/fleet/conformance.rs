@@ -10,21 +10,21 @@ use std::time::Instant;
 use rustix::process::Signal;
 use serde_json::json;
 use tonic_health::pb::health_check_response::ServingStatus::{NotServing, Serving};
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::{FreePort, PATIENCE, until};
 
 use crate::support::api_server::ApiServer;
-use site::{ConformanceBackend, ConformanceGateway, EndpointPicker, POOL, PROBED, SOON, pod, pool};
+use site::{ConformanceBackend, ConformanceGateway, EndpointPicker, POOL, PROBED, pod, pool};
 
 /// Waits until the fixture's probes would consider the endpoint picker ready.
 async fn wait_ready(picker: &EndpointPicker) {
     let is_ready = async || picker.health(PROBED).await == Some(Serving);
-    assert!(until(SOON, is_ready).await, "{}", picker.log());
+    assert!(until(PATIENCE, is_ready).await, "{}", picker.log());
 }
 
 /// Waits until a request gets this status.
 async fn wait_status(gateway: &ConformanceGateway, picker: &EndpointPicker, status: u16) {
-    let is_reached = async || gateway.ask(None).await.status == status;
-    assert!(until(SOON, is_reached).await, "{}", picker.log());
+    let is_reached = async || gateway.query(None).await.status == status;
+    assert!(until(PATIENCE, is_reached).await, "{}", picker.log());
 }
 
 /// Starts a backend for each address and port.
@@ -44,7 +44,7 @@ async fn conformance_flags_alone_serve_the_pool() {
     let server = ApiServer::start().await;
     let picker = EndpointPicker::start(&server, &[]);
     let alive = async || picker.health("liveness").await == Some(Serving);
-    assert!(until(SOON, alive).await, "{}", picker.log());
+    assert!(until(PATIENCE, alive).await, "{}", picker.log());
     assert_eq!(
         picker.health(PROBED).await,
         Some(NotServing),
@@ -63,7 +63,7 @@ async fn conformance_flags_alone_serve_the_pool() {
     wait_ready(&picker).await;
     let gateway = ConformanceGateway::start(picker.grpc, &backends).await;
     assert_eq!(
-        gateway.ask(None).await.status,
+        gateway.query(None).await.status,
         503,
         "the pool has no ready pod"
     );
@@ -80,8 +80,8 @@ async fn conformance_flags_alone_serve_the_pool() {
         pool["spec"]["targetPorts"] = json!([{"number": first}, {"number": second}])
     });
     let added = at(1, second);
-    let is_served = async || gateway.ask(Some(&added)).await.served == added;
-    assert!(until(SOON, is_served).await);
+    let is_served = async || gateway.query(Some(&added)).await.served == added;
+    assert!(until(PATIENCE, is_served).await);
     for endpoint in [at(0, first), at(0, second), at(1, first), at(1, second)] {
         gateway.probe(Some(&endpoint), &[&endpoint]).await;
     }
@@ -177,17 +177,17 @@ async fn shutdown_fails_probes_and_ends_within_grace() {
     // There is no configuration file to reload, and the process must not exit.
     picker.child.signal(Signal::HUP);
     assert!(
-        until(SOON, async || picker.log().contains("SIGHUP")).await,
+        until(PATIENCE, async || picker.log().contains("SIGHUP")).await,
         "{}",
         picker.log()
     );
     let signalled = Instant::now();
     picker.child.terminate();
     let not_serving = async || picker.health(PROBED).await == Some(NotServing);
-    assert!(until(SOON, not_serving).await, "{}", picker.log());
+    assert!(until(PATIENCE, not_serving).await, "{}", picker.log());
     assert_eq!(picker.health("liveness").await, Some(Serving));
     assert!(
-        until(SOON, async || !picker.child.is_running()).await,
+        until(PATIENCE, async || !picker.child.is_running()).await,
         "{}",
         picker.log()
     );

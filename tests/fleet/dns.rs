@@ -17,9 +17,9 @@ use warmroute_server::fleet::discovery::WorkerModel;
 use warmroute_server::fleet::discovery::dns::DnsConfig;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::debian::DNSMASQ;
-use warmroute_testbed::ports::{FreePort, ReadyCheck, until, wait_ready};
+use warmroute_testbed::ports::{FreePort, PATIENCE, ReadyCheck, until, wait_ready};
 
-use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast};
+use crate::support::deployment::{TestDeployment, essay, fast};
 
 /// DNS server for names below `test.`.
 struct DnsServer {

@@ -5,7 +5,7 @@
 use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
 use proto::body_mutation::Mutation;
@@ -15,7 +15,7 @@ use proto::processing_response::Response;
 use serde_json::{Value, json};
 use tonic::transport::Channel;
 use warmroute_testbed::child_process::ChildProcess;
-use warmroute_testbed::ports::{FreePort, ReadyCheck, wait_ready};
+use warmroute_testbed::ports::{FreePort, PATIENCE, ReadyCheck, wait_ready};
 
 use crate::support::ext_proc::{self, body, headers};
 
@@ -23,8 +23,6 @@ use crate::support::ext_proc::{self, body, headers};
 const CANARY: &str = "CANARY-7f3a";
 /// Text in ids. Ids may be logged, but must not become metric labels.
 const NAME: &str = "NAMED-91bc";
-
-const SOON: Duration = Duration::from_secs(60);
 
 /// A request body with its API path.
 struct CanaryCase {
@@ -303,7 +301,7 @@ async fn send(
             writeln!(replies_text, "{reply:?}").unwrap();
         }
     };
-    tokio::time::timeout(SOON, exchange)
+    tokio::time::timeout(PATIENCE, exchange)
         .await
         .expect("the exchange did not end");
     replies_text
@@ -351,9 +349,13 @@ impl CanarySite {
             .env("RUST_LOG", "trace");
         let child = ChildProcess::spawn("warmroute", &command, dir.path()).unwrap();
         let admin = format!("http://{admin}");
-        wait_ready(ReadyCheck::Http(&format!("{admin}/readyz")), SOON, &child)
-            .await
-            .unwrap();
+        wait_ready(
+            ReadyCheck::Http(&format!("{admin}/readyz")),
+            PATIENCE,
+            &child,
+        )
+        .await
+        .unwrap();
         let client = ExternalProcessorClient::connect(format!("http://{tcp}"))
             .await
             .unwrap();
@@ -375,7 +377,7 @@ impl CanarySite {
     fn log(self) -> String {
         self.child.terminate();
         assert!(
-            self.child.wait_exit(Instant::now() + SOON).is_some(),
+            self.child.wait_exit(Instant::now() + PATIENCE).is_some(),
             "the process does not exit"
         );
         let log = std::fs::read_to_string(self.child.log()).unwrap();

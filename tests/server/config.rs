@@ -9,7 +9,6 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::sync::watch;
@@ -25,8 +24,6 @@ use warmroute_server::request::SessionsConfig;
 use warmroute_server::request::engine_tokens::config::EngineTokensConfig;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
-/// Timeout of waits, far longer than any of them takes.
-const DEADLINE: Duration = Duration::from_secs(20);
 
 fn data(name: &str) -> PathBuf {
     Path::new(ROOT).join("tests/data/config").join(name)

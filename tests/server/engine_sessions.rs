@@ -33,11 +33,10 @@ use warmroute_engines::engine_sessions::config::EngineSessionsConfig;
 use warmroute_engines::engine_sessions::{EngineAccess, EngineSessions, RecordedSessions};
 use warmroute_metrics::{EngineSessionLabels, Metrics};
 use warmroute_settings::DurationSetting;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use engine::{EngineBehaviour, SessionEngine, close, open};
 
-const DEADLINE: Duration = Duration::from_secs(20);
 const TTL: u64 = 60;
 
 /// Session table with workers 1, 2, … at the given addresses, and the client of their session
@@ -182,12 +181,12 @@ impl SessionBed {
     /// Waits until no engine session is counted as open.
     async fn wait_for_no_open_session(&self) {
         let closed = async || self.metrics.sessions.engine_sessions.get() == 0;
-        assert!(until(DEADLINE, closed).await);
+        assert!(until(PATIENCE, closed).await);
     }
 
     /// Waits until `count` calls have ended with an outcome.
     async fn wait_for_calls(&self, call: &'static str, outcome: &'static str, count: u64) {
-        until(DEADLINE, async || self.count(call, outcome) >= count).await;
+        until(PATIENCE, async || self.count(call, outcome) >= count).await;
         assert_eq!(self.count(call, outcome), count, "{call} {outcome}");
     }
 }
@@ -493,7 +492,11 @@ async fn requests_of_inherited_sessions_do_not_wait() {
 #[tokio::test]
 async fn shutdown_closes_sessions_and_skips_hanging_engines() {
     let behaviours = [EngineBehaviour::Well, EngineBehaviour::Never];
-    let (engines, bed) = two_engines(behaviours, sglang()).await;
+    let config = EngineSessionsConfig {
+        timeout: DurationSetting::seconds(3_600),
+        ..sglang()
+    };
+    let (engines, bed) = two_engines(behaviours, config).await;
     let holds: Vec<_> = (0..300)
         .map(|nth| bed.enter_first(&nth.to_string()).bind(rank(1, 0)))
         .collect();
@@ -501,10 +504,17 @@ async fn shutdown_closes_sessions_and_skips_hanging_engines() {
     bed.wait_for_calls("open", "ok", 300).await;
     engines[1].received_calls(1).await;
     bed.task.abort();
-    // Long enough for 300 requests on a busy machine.
-    bed.engines.close_all(Duration::from_secs(3), false).await;
+    let all_closed = async {
+        engines[0].received_calls(600).await;
+        engines[1].received_calls(2).await;
+    };
+    tokio::select! {
+        () = bed.engines.close_all(PATIENCE * 2, false) => panic!("the hanging engine responded"),
+        () = all_closed => {}
+    }
     assert!(engines[0].state.borrow().open.is_empty());
     assert_eq!(engines[1].calls(), [open("hangs"), close("hangs")]);
+    bed.engines.close_all(Duration::ZERO, false).await;
     drop(holds);
 }
 
@@ -517,8 +527,8 @@ async fn shutdown_leaves_active_sessions_to_replicas() {
     bed.task.abort();
     ended.finish();
     drop(ended);
-    bed.engines.close_all(DEADLINE, true).await;
+    bed.engines.close_all(PATIENCE, true).await;
     assert_eq!(engine.calls()[2..], [close("ended")]);
-    bed.engines.close_all(DEADLINE, false).await;
+    bed.engines.close_all(PATIENCE, false).await;
     assert_eq!(engine.calls()[3..], [close("used")]);
 }

@@ -12,9 +12,9 @@ use warmroute_server::proto::router as pb;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::debian::NATS;
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::{FreePort, PATIENCE, until};
 
-use crate::api::site::{ApiSite, PATIENCE, attempt, book, book_unshared, worker};
+use crate::api::site::{ApiSite, attempt, book, book_unshared, worker};
 use crate::engine_sessions::engine::{EngineBehaviour, SessionEngine, close, open};
 use crate::support::process::WarmrouteProcess;
 

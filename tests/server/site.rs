@@ -15,9 +15,7 @@ use warmroute_runtime::tls::ReloadableFiles;
 use warmroute_server::app::{App, NoExternalDiscovery, ProcessOrigin};
 use warmroute_server::config::Config;
 use warmroute_testbed::merge_config;
-
-/// Timeout of waits, after which a test fails.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+use warmroute_testbed::ports::PATIENCE;
 
 /// A running server without discovery by DNS or Kubernetes, in its own directory.
 pub(crate) struct ServerSite {

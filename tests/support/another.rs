@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::{FreePort, ReadyCheck, wait_ready};
+use warmroute_testbed::ports::{FreePort, PATIENCE, ReadyCheck, wait_ready};
 
-use crate::support::deployment::{PATIENCE, TestDeployment, programs};
+use crate::support::deployment::{TestDeployment, programs};
 use crate::support::openmetrics::{self, OpenMetricsPage};
 
 /// An additional warmroute process for the workers of a deployment.

@@ -3,7 +3,6 @@
 use std::net::SocketAddr;
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
-use std::time::Duration;
 
 use reqwest::header::HeaderMap;
 use reqwest::{RequestBuilder, Response, StatusCode};
@@ -13,13 +12,10 @@ use warmroute_testbed::deployment::{
     EngineSpec, LocalDeployment, MODEL, ModelFiles, ProgramCommands,
 };
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 use warmroute_testbed::programs::example_program;
 
 use crate::support::openmetrics::{self, OpenMetricsPage};
-
-/// Timeout of each wait, long enough for a busy machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A deployment and a client. On drop, the processes end before their directory is removed.
 pub(crate) struct TestDeployment {
@@ -142,7 +138,7 @@ impl TestDeployment {
     }
 
     /// Sends a chat with one question, which is cheap for the engine.
-    pub(crate) async fn ask(&self, question: &str) -> RoutedAnswer {
+    pub(crate) async fn query(&self, question: &str) -> RoutedAnswer {
         self.post("/v1/chat/completions", &chat(question)).await
     }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request as Message;
@@ -18,12 +18,9 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::{FreePort, PATIENCE, until};
 
 use crate::support::ext_proc;
-
-/// Timeout of waits, far longer than any step takes.
-pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 /// A warmroute process with a temporary directory.
 pub(crate) struct WarmrouteProcess {
@@ -52,7 +49,11 @@ impl WarmrouteProcess {
                 .await
                 .is_some_and(|(status, _)| status == 200)
         };
-        assert!(until(SOON, ready).await, "not ready:\n{}", process.log());
+        assert!(
+            until(PATIENCE, ready).await,
+            "not ready:\n{}",
+            process.log()
+        );
         process
     }
 
@@ -154,7 +155,7 @@ impl WarmrouteProcess {
     }
 
     pub(crate) async fn wait_metric(&self, series: &str, wanted: f64) {
-        let reached = until(SOON, async || self.metric(series).await == wanted).await;
+        let reached = until(PATIENCE, async || self.metric(series).await == wanted).await;
         assert!(
             reached,
             "{series} is {}, not {wanted}:\n{}",
@@ -201,7 +202,7 @@ impl WarmrouteProcess {
     /// Waits for the exit and asserts success.
     pub(crate) async fn assert_exit_success(&self) {
         assert!(
-            until(SOON, async || !self.child.is_running()).await,
+            until(PATIENCE, async || !self.child.is_running()).await,
             "still running:\n{}",
             self.log()
         );

@@ -1,10 +1,9 @@
 //! Engines that exchange KV blocks, and their responses.
 
-use std::time::{Duration, Instant};
-
 use serde_json::Value;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::engine::{PATIENCE, SimulatorProcess};
+use crate::engine::SimulatorProcess;
 
 impl SimulatorProcess {
     /// Returns the sum of a metric over the ranks. Names without a prefix are those of the
@@ -35,31 +34,22 @@ impl SimulatorProcess {
     }
 
     pub(crate) async fn eventually_metric(&self, name: &str, value: f64) {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let now = self.metric(name).await;
-            if now == value {
-                return;
-            }
-            assert!(Instant::now() < deadline, "{name} is {now}, not {value}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        let reached = until(PATIENCE, async || self.metric(name).await == value).await;
+        assert!(
+            reached,
+            "{name} is {}, not {value}",
+            self.metric(name).await
+        );
     }
 
     /// Waits until a number in the state of rank 0 has the expected value.
     pub(crate) async fn eventually(&self, pointer: &str, value: u64) {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let state = self.state(0).await;
-            if state.pointer(pointer).unwrap() == value {
-                return;
-            }
-            assert!(
-                Instant::now() < deadline,
-                "{pointer} is not {value} in {state}"
-            );
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        let mut state = Value::Null;
+        let reached = until(PATIENCE, async || {
+            state = self.state(0).await;
+            state.pointer(pointer).unwrap() == value
+        });
+        assert!(reached.await, "{pointer} is not {value} in {state}");
     }
 }
 
@@ -89,24 +79,13 @@ pub(crate) fn streamed_kv(stream: &str) -> Vec<String> {
     chunks.map(|chunk| kv(&chunk).to_owned()).collect()
 }
 
-/// Returns the text of a stream and its finish reasons.
-pub(crate) fn stream_text(stream: &str) -> (String, Vec<String>) {
-    let mut stream_text = (String::new(), Vec::new());
-    for chunk in stream
-        .split_terminator("\n\n")
-        .map(|event| event.strip_prefix("data: ").unwrap())
-    {
-        if chunk == "[DONE]" {
-            continue;
-        }
-        let chunk: Value = serde_json::from_str(chunk).unwrap();
-        stream_text.0 += chunk["choices"][0]["text"].as_str().unwrap_or_default();
-        stream_text.1.extend(
-            chunk["choices"][0]["finish_reason"]
-                .as_str()
-                .map(str::to_owned),
-        );
-    }
+/// Returns the text of a stream.
+pub(crate) fn stream_text(stream: &str) -> String {
     assert!(stream.ends_with("data: [DONE]\n\n"), "{stream}");
-    stream_text
+    let chunks = stream
+        .split_terminator("\n\n")
+        .filter_map(|event| serde_json::from_str::<Value>(event.strip_prefix("data: ")?).ok());
+    chunks
+        .filter_map(|chunk| Some(chunk["choices"][0]["text"].as_str()?.to_owned()))
+        .collect()
 }

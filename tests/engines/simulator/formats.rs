@@ -2,47 +2,6 @@
 
 use super::*;
 
-#[tokio::test]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn repeated_prompt_hits_cache_and_names_engine() {
-    let engine = simulator(&[]).await;
-    let ask = json!({"model": "sim", "max_tokens": 4, "return_token_ids": true, "messages": [
-        {"role": "system", "content": "Weigh every word. ".repeat(40)}, {"role": "user", "content": "What is 2+2?"}]});
-    let mut answers = Vec::new();
-    for _ in 0..2 {
-        let headers = [("x-worker-instance-id", "42"), ("x-dp-rank", "0")];
-        let response = engine
-            .try_post("/v1/chat/completions", ask.clone(), &headers)
-            .await
-            .unwrap();
-        assert_eq!(response.headers()["x-engine-id"], "7");
-        assert_eq!(response.headers()["x-received-worker-instance-id"], "42");
-        assert_eq!(response.headers()["x-received-dp-rank"], "0");
-        answers.push(response.json::<Value>().await.unwrap());
-    }
-    let prompt = answers[0]["prompt_token_ids"].as_array().unwrap().len() as u64;
-    assert!(prompt > 150);
-    assert_eq!(answers[0]["usage"]["prompt_tokens"], prompt);
-    assert_eq!(answers[0]["usage"]["total_tokens"], prompt + 4);
-    assert_eq!(
-        (cached_tokens(&answers[0]), cached_tokens(&answers[1])),
-        (0, (prompt - 1) / 16 * 16)
-    );
-    assert_eq!(
-        answers[0]["choices"], answers[1]["choices"],
-        "responses depend only on the prompt"
-    );
-    assert_eq!(answers[0]["choices"][0]["finish_reason"], "length");
-    let page = engine.get("/metrics").await;
-    let hits = format!(
-        "vllm:prefix_cache_hits_total{{engine=\"0\",model_name=\"sim\"}} {}.0",
-        (prompt - 1) / 16 * 16
-    );
-    assert!(page.contains(&hits), "{hits}\n{page}");
-    assert!(engine.get("/v1/models").await.contains("\"sim\""));
-    engine.get("/health").await;
-}
-
 /// Returns the documents of an event stream before `[DONE]`.
 fn stream_chunks(stream: &str) -> Vec<Value> {
     let events: Vec<_> = stream
@@ -201,82 +160,6 @@ async fn token_endpoints_match_vllm_formats() {
             "{path} {body}"
         );
     }
-}
-
-#[tokio::test]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn event_sources_match_vllm_format() {
-    let engine = with_events(&["--model", "m"]).await;
-    let sources: Value = serde_json::from_str(&engine.get("/kv_event_sources").await).unwrap();
-    let port = engine.sources[0]["endpoint"]
-        .as_str()
-        .unwrap()
-        .rsplit_once(':')
-        .unwrap()
-        .1
-        .to_owned();
-    assert_eq!(sources["0"]["endpoint"], format!("tcp://*:{port}"));
-    assert!(engine.get("/version").await.contains("engine_sim"));
-}
-
-#[tokio::test]
-#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
-async fn disabled_features_are_missing() {
-    let off = [
-        "--no-prefix-caching",
-        "--no-prompt-tokens-details",
-        "--no-render",
-        "--no-tokenize",
-        "--no-kv-event-sources",
-    ];
-    let engine = with_events(&[&off[..], &["--api-key", "secret"]].concat()).await;
-    let body = ids(0..100, 2);
-    let status = async |path: &str, token: &str| {
-        engine
-            .try_post(path, body.clone(), &[("authorization", token)])
-            .await
-            .unwrap()
-            .status()
-    };
-    assert_eq!(
-        status("/v1/completions", "Bearer other").await,
-        StatusCode::UNAUTHORIZED
-    );
-    assert_eq!(
-        status("/v1/completions/render", "Bearer secret").await,
-        StatusCode::FORBIDDEN
-    );
-    assert_eq!(status("/tokenize", "").await, StatusCode::NOT_FOUND);
-    for _ in 0..2 {
-        let answer = engine
-            .try_post(
-                "/v1/completions",
-                body.clone(),
-                &[("authorization", "bearer secret")],
-            )
-            .await;
-        let answer: Value = answer.unwrap().json().await.unwrap();
-        assert_eq!(answer["usage"]["prompt_tokens_details"], Value::Null);
-    }
-    let state = engine.state(0).await;
-    assert_eq!(
-        (&state["blocks"]["cached"], &state["last_seq"]),
-        (&json!(0), &Value::Null),
-        "{state}"
-    );
-    assert!(
-        engine
-            .get("/metrics")
-            .await
-            .contains("enable_prefix_caching=\"False\"")
-    );
-    let sources = engine
-        .http
-        .get(format!("http://{}/kv_event_sources", engine.address))
-        .send()
-        .await
-        .unwrap();
-    assert_eq!(sources.status(), StatusCode::NOT_FOUND);
 }
 
 /// Returns the documents of a stream whose events have names, without the names.

@@ -207,14 +207,11 @@ async fn response_head_identifies_its_source() {
         // The second value makes Envoy retry 5xx responses, so the response of a worker may be that
         // of the last attempt.
         for retry_on in ["connect-failure", "5xx,connect-failure"] {
-            let patient = |shipped: String| {
-                let patient = shipped.replace(" message_timeout: 1s", " message_timeout: 20s");
-                patient.replace(
-                    "retry_on: connect-failure",
-                    &format!("retry_on: {retry_on}"),
-                )
-            };
-            let gateway = EnvoyGateway::start_with(&endpoints, patient).await;
+            let gateway = EnvoyGateway::start_with(&endpoints, |config| {
+                let retried = format!("retry_on: {retry_on}");
+                config.replace("retry_on: connect-failure", &retried)
+            })
+            .await;
             let chosen = endpoints.first().copied().unwrap_or(dead);
             let server = OneEndpoint::start(chosen, &gateway.setup().ext_proc_socket());
             let response = gateway.post("/v1/completions", 100).send().await;

@@ -9,13 +9,13 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 use warmroute_testbed::deployment::MODEL;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::e2e::strict::{self, PageFormat};
 use crate::faults::bed::assert_exits;
 use crate::routing::bed::stream;
 use crate::support::deployment::{
-    PATIENCE, RoutedAnswer, TestDeployment, essay, fast, with_response_headers,
+    RoutedAnswer, TestDeployment, essay, fast, with_response_headers,
 };
 use crate::support::openmetrics::{ACCEPT, OpenMetricsPage};
 
@@ -185,7 +185,7 @@ async fn metrics_page_is_valid_and_shows_traffic() {
         }
     }
     deployment
-        .ask("the request that does not stream")
+        .query("the request that does not stream")
         .await
         .assert_exact();
 

@@ -5,9 +5,9 @@ use std::fs;
 
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::EngineProcess;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast, programs};
+use crate::support::deployment::{TestDeployment, essay, fast, programs};
 use crate::support::openmetrics::OpenMetricsPage;
 
 /// Sends unrelated requests. Returns the engines that served them.

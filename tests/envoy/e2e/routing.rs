@@ -107,7 +107,7 @@ async fn requests_reach_chosen_engines_and_sessions_stay_warm() {
     for (turn, at_once) in [(1, 16), (2, 1), (3, 1), (4, 16)] {
         let deployment = &deployment;
         let tokenizer = &tokenizer;
-        let ask = async |session: &ChatTurns| {
+        let query = async |session: &ChatTurns| {
             if at_once == 1 {
                 deployment.idle().await;
             }
@@ -115,7 +115,7 @@ async fn requests_reach_chosen_engines_and_sessions_stay_warm() {
             deployment.post(session.path(), &body).await
         };
         let answers: Vec<RoutedAnswer> = futures_util::stream::iter(&sessions)
-            .map(ask)
+            .map(query)
             .buffered(at_once)
             .collect()
             .await;

@@ -113,7 +113,7 @@ async fn assert_requests_reach_an_engine(change: EnvoyChange) {
         );
     }
     deployment
-        .ask("and an ordinary question")
+        .query("and an ordinary question")
         .await
         .assert_exact();
     deployment.idle().await;
@@ -228,7 +228,7 @@ async fn envoy_selects_without_fleet() {
     deployment.serve(alone, str::to_owned).await;
     let mut served = BTreeSet::new();
     for number in 0..40 {
-        let answered = deployment.ask(&format!("question {number}")).await;
+        let answered = deployment.query(&format!("question {number}")).await;
         assert_eq!(
             (answered.status.as_u16(), answered.mode()),
             (200, "passthrough"),

@@ -6,9 +6,8 @@ use futures_util::future::join_all;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use warmroute_testbed::deployment::{EngineSpec, MODEL};
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-pub(crate) use crate::routing::bed::SOON;
 use crate::routing::bed::{RoutedAnswer, RoutingBed, patient};
 use crate::routing::contents::parse_content;
 
@@ -18,39 +17,36 @@ pub(crate) async fn start(engines: u64, args: &[&str]) -> RoutingBed {
     let specs: Vec<_> = (1..=engines)
         .map(|id| EngineSpec::new(id).with(args))
         .collect();
-    let more = json!({"requests": {"limits": {"decision_timeout": "25s"}}});
-    // Envoy ends all exchanges if a busy machine answers its pings late.
+    start_with(&specs, &json!({})).await
+}
+
+/// Like [`start`], with `process` in the configuration of warmroute.
+pub(crate) async fn start_with(specs: &[EngineSpec], process: &Value) -> RoutingBed {
     let envoy = |shipped: &str| {
+        let config = patient(shipped).replace("message_timeout: 30s", "message_timeout: 300s");
+        // Envoy ends all exchanges if a busy machine answers its pings late.
         let pings = "connection_keepalive: {interval: 2s, timeout: ";
-        assert!(shipped.contains(&format!("{pings}2s")));
-        patient(shipped).replace(&format!("{pings}2s"), &format!("{pings}30s"))
+        assert!(config.contains(&format!("{pings}2s")));
+        config.replace(&format!("{pings}2s"), &format!("{pings}300s"))
     };
-    routable(RoutingBed::start_with_envoy(&specs, more, envoy).await).await
-}
-
-/// Starts engines behind the shipped Envoy.
-pub(crate) async fn start_as_shipped(specs: &[EngineSpec], process: Value) -> RoutingBed {
-    let more = shipped_config(process);
-    routable(RoutingBed::start_with_envoy(specs, more, str::to_owned).await).await
-}
-
-/// Returns the configuration of warmroute in [`start_as_shipped`].
-pub(crate) fn shipped_config(process: Value) -> Value {
-    let mut config = json!({"requests": {"limits": {"decision_timeout": "800ms"}}});
-    config["process"] = process;
-    config
-}
-
-async fn routable(bed: RoutingBed) -> RoutingBed {
+    let bed = RoutingBed::start_with_envoy(specs, router_config(process), envoy).await;
     bed.wait_routable().await;
     bed
+}
+
+/// Returns the configuration of warmroute in [`start_with`].
+pub(crate) fn router_config(process: &Value) -> Value {
+    json!({"requests": {"limits": {"decision_timeout": "240s"}}, "process": process})
 }
 
 impl RoutingBed {
     /// Waits until warmroute routes requests exactly.
     pub(crate) async fn wait_routable(&self) {
         let exact = async || self.send(&chat("are you there?", 1)).await.mode() == "exact";
-        assert!(until(SOON, exact).await, "no request was routed exactly");
+        assert!(
+            until(PATIENCE, exact).await,
+            "no request was routed exactly"
+        );
         self.wait_unbooked().await;
     }
 
@@ -81,13 +77,13 @@ impl RoutingBed {
 
     /// Sends a request in the background and asserts a complete response.
     pub(crate) fn send_and_check_in_background(&self, body: Value) -> JoinHandle<RoutedAnswer> {
-        let request = self.post(&body).timeout(SOON * 5);
+        let request = self.post(&body).timeout(PATIENCE * 2);
         tokio::spawn(async move { finish(request, &body).await })
     }
 
     pub(crate) async fn wait_total_load(&self, of: &str, wanted: u64) {
         let mut seen = 0;
-        let reached = until(SOON, async || {
+        let reached = until(PATIENCE, async || {
             seen = self.total_load(of).await;
             seen == wanted
         });
@@ -97,7 +93,7 @@ impl RoutingBed {
     /// Waits until Envoy reports this many open streams to warmroute.
     pub(crate) async fn wait_held(&self, wanted: u64) {
         let mut seen = 0;
-        let reached = until(SOON, async || {
+        let reached = until(PATIENCE, async || {
             seen = self.envoy_stat("cluster.ext_proc.upstream_rq_active").await;
             seen == wanted
         });
@@ -154,7 +150,7 @@ pub(crate) fn usage_of_stream(text: &str) -> Value {
 
 /// Waits for all background requests, which assert complete responses.
 pub(crate) async fn join_answers(requests: Vec<JoinHandle<RoutedAnswer>>) -> Vec<RoutedAnswer> {
-    let answers = tokio::time::timeout(SOON * 2, join_all(requests))
+    let answers = tokio::time::timeout(PATIENCE * 2, join_all(requests))
         .await
         .expect("requests still have no response");
     answers.into_iter().map(Result::unwrap).collect()
@@ -162,7 +158,7 @@ pub(crate) async fn join_answers(requests: Vec<JoinHandle<RoutedAnswer>>) -> Vec
 
 /// Waits for the exit of a process of warmroute and asserts success.
 pub(crate) async fn assert_exits(router: &warmroute_testbed::child_process::ChildProcess) {
-    let ended = until(SOON, async || !router.is_running()).await;
+    let ended = until(PATIENCE, async || !router.is_running()).await;
     assert!(ended, "still running:\n{}", router.log_tail());
     let deadline = std::time::Instant::now() + Duration::from_secs(1);
     let status = router.wait_exit(deadline).unwrap();

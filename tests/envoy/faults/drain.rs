@@ -6,11 +6,9 @@ use futures_util::future::join_all;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::EngineSpec;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::faults::bed::{
-    SOON, assert_exits, join_answers, start_as_shipped, stream, usage_of_stream,
-};
+use crate::faults::bed::{assert_exits, join_answers, start_with, stream, usage_of_stream};
 use crate::routing::bed::{RoutedAnswer, RoutingBed};
 
 /// Returns an engine that streams at most 25 tokens per second.
@@ -47,7 +45,7 @@ async fn end(streams: Vec<(reqwest::Response, Vec<u8>)>, tokens: u64) {
 #[tokio::test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
-    let bed = start_as_shipped(&[slow_engine()], json!({})).await;
+    let bed = start_with(&[slow_engine()], &json!({})).await;
     let streams = begin(&bed, 4, 300).await;
     bed.stack.router().unwrap().terminate();
 
@@ -57,14 +55,14 @@ async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
         page = answer.json();
         answer.status == StatusCode::SERVICE_UNAVAILABLE
     };
-    assert!(until(SOON, draining).await, "{page}");
+    assert!(until(PATIENCE, draining).await, "{page}");
     assert_eq!(page, json!({"ready": false, "pending": ["draining"]}));
     // Envoy may begin exchanges until it has read the GOAWAY frame.
     let is_unrouted = async || {
         let answers = join_answers(bed.send_many_in_background(1, "late", 2)).await;
         answers.iter().all(|answer| answer.mode().is_empty())
     };
-    assert!(until(SOON, is_unrouted).await, "Envoy begins exchanges");
+    assert!(until(PATIENCE, is_unrouted).await, "Envoy begins exchanges");
     for answer in join_answers(bed.send_many_in_background(4, "new", 2)).await {
         assert_eq!(answer.mode(), "", "no new exchange is begun while draining");
     }
@@ -85,7 +83,7 @@ async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn drain_deadline_leaves_streams_to_envoy() {
     let process = json!({"drain": {"grace_period": "0s", "timeout": "500ms"}});
-    let bed = start_as_shipped(&[slow_engine()], process).await;
+    let bed = start_with(&[slow_engine()], &process).await;
     let streams = begin(&bed, 4, 200).await;
     let signalled = Instant::now();
     bed.stack.router().unwrap().terminate();
@@ -95,10 +93,8 @@ async fn drain_deadline_leaves_streams_to_envoy() {
         took >= Duration::from_millis(450),
         "exited after {took:?} with open streams"
     );
-    assert!(
-        took < Duration::from_secs(6),
-        "exited only after {took:?}; the streams take 8 s"
-    );
+    let running = bed.engines("vllm:num_requests_running").await;
+    assert!(running > 0.0, "warmroute waited for all streams");
     end(streams, 200).await;
     for answer in join_answers(bed.send_many_in_background(2, "newer", 2)).await {
         assert_eq!(answer.mode(), "");

@@ -8,8 +8,9 @@ use rand::{Rng as _, SeedableRng as _};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
+use warmroute_testbed::ports::PATIENCE;
 
-use crate::faults::bed::{SOON, chat, start};
+use crate::faults::bed::{chat, start};
 use crate::routing::bed::RoutingBed;
 use crate::support::ext_proc;
 
@@ -65,7 +66,7 @@ async fn invalid_http2_bytes_are_harmless() {
     assert_unharmed(&bed).await;
     // Silent clients stay connected. Connections with invalid bytes are closed by the server.
     let mut answer = Vec::new();
-    let disconnected = tokio::time::timeout(SOON, held[0].read_to_end(&mut answer)).await;
+    let disconnected = tokio::time::timeout(PATIENCE, held[0].read_to_end(&mut answer)).await;
     assert!(
         disconnected.is_ok(),
         "the server keeps a connection with invalid bytes open"

@@ -3,15 +3,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Instant;
 
 use futures_util::future::join_all;
 use serde_json::json;
 use warmroute_testbed::deployment::EngineSpec;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::faults::bed::{
-    SOON, assert_exits, chat, finish, shipped_config, start_as_shipped, stream, usage_of_stream,
+    assert_exits, chat, finish, router_config, start_with, stream, usage_of_stream,
 };
 use crate::routing::bed::RoutingBed;
 use crate::support::deployment::with_response_headers;
@@ -26,7 +25,7 @@ const CLIENTS: usize = 12;
 async fn long_streams(bed: &RoutingBed) -> Vec<reqwest::Response> {
     let sent = (0..4).map(|at| {
         let request = bed.post(&stream(&format!("long {at}"), 400));
-        request.timeout(SOON * 5).send()
+        request.timeout(PATIENCE * 2).send()
     });
     let responses: Vec<_> = join_all(sent)
         .await
@@ -53,8 +52,8 @@ async fn restarts_under_load_lose_no_request_or_stream() {
         EngineSpec::new(3).with(&["--step-us", "40000"]),
     ];
     let process = json!({"drain": {"grace_period": "5s", "timeout": "60s"}});
-    let config = with_response_headers(shipped_config(process.clone()));
-    let mut bed = start_as_shipped(&engines, process).await;
+    let config = with_response_headers(router_config(&process));
+    let mut bed = start_with(&engines, &process).await;
     let long = long_streams(&bed).await;
 
     let sent = Arc::new(AtomicUsize::new(0));
@@ -84,11 +83,11 @@ async fn restarts_under_load_lose_no_request_or_stream() {
         })
     };
     let clients: Vec<_> = (0..CLIENTS).map(client).collect();
-    let began = Instant::now();
     let mut left = Vec::new();
     for nth in 1..=RESTARTS {
         let wanted = nth * REQUESTS / (RESTARTS + 2);
-        assert!(until(SOON, async || sent.load(Ordering::Relaxed) >= wanted).await);
+        let reached = async || sent.load(Ordering::Relaxed) >= wanted;
+        assert!(until(PATIENCE * 2, reached).await);
         left.push(bed.stack.replace_router(&config).await.unwrap());
     }
     restarted.store(true, Ordering::Release);
@@ -98,11 +97,10 @@ async fn restarts_under_load_lose_no_request_or_stream() {
     let sent = sent.load(Ordering::Relaxed) - CLIENTS;
     let routed = routed.load(Ordering::Relaxed);
     assert!(sent >= REQUESTS);
-    // Restarts leave no gap. On a busy machine, some requests may exceed Envoy's message timeout.
+    // Restarts leave no gap. Requests whose connection to warmroute ends may reach any engine.
     assert!(
         routed * 100 >= sent * 98,
-        "only {routed} of {sent} were routed by warmroute, in {:?}",
-        began.elapsed()
+        "only {routed} of {sent} were routed by warmroute"
     );
     assert_complete(long).await;
     for old in left {

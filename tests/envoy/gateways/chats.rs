@@ -3,12 +3,13 @@
 
 use reqwest::Client;
 use serde_json::{Value, json};
+use warmroute_testbed::ports::PATIENCE;
 
 use crate::gateways::bed::GatewayTestbed;
 use crate::gateways::generated::{
     ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_BUFFERED,
 };
-use crate::support::deployment::{PATIENCE, RoutedAnswer, TestDeployment, chat, essay, fast};
+use crate::support::deployment::{RoutedAnswer, TestDeployment, chat, essay, fast};
 
 const TOPICS: usize = 6;
 /// Size of a long prompt in bytes.

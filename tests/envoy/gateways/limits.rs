@@ -3,7 +3,7 @@
 use futures_util::StreamExt as _;
 use futures_util::stream;
 use serde_json::{Value, json};
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::gateways::bed::GatewayTestbed;
 use crate::gateways::generated::{
@@ -11,7 +11,7 @@ use crate::gateways::generated::{
     ISTIO_BUFFERED,
 };
 use crate::shipped::bursts::{BurstEngine, EVENTS, PACED};
-use crate::support::deployment::{PATIENCE, chat, essay, fast};
+use crate::support::deployment::{chat, essay, fast};
 use crate::support::raise_open_file_limit;
 
 /// More than the 1024 concurrent requests that Envoy allows by default.
@@ -117,7 +117,7 @@ async fn overloaded_engines_stay(gateway: GatewayFixture) {
     let mut bed = GatewayTestbed::engines(gateway, &refusing).await;
     bed.start(gateway.shipped()).await;
     for topic in 0..12 {
-        let answered = bed.ask(&essay(topic)).await;
+        let answered = bed.query(&essay(topic)).await;
         assert_eq!(answered.status, 503, "{answered:?}");
         assert!(
             !answered.header("x-envoy-upstream-service-time").is_empty(),

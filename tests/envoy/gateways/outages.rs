@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use reqwest::RequestBuilder;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::gateways::bed::GatewayTestbed;
 use crate::gateways::generated::{
@@ -13,7 +13,7 @@ use crate::gateways::generated::{
     ISTIO_BUFFERED,
 };
 use crate::shipped::bursts::{BurstEngine, EVENTS, PACED, begin, is_whole};
-use crate::support::deployment::{PATIENCE, chat, essay};
+use crate::support::deployment::{chat, essay};
 
 /// Effect of a frozen warmroute on requests.
 #[derive(Clone, Copy, Debug)]

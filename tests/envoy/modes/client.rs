@@ -12,8 +12,8 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::mpsc;
+use warmroute_testbed::ports::PATIENCE;
 
-use crate::routing::bed::SOON;
 use crate::support::deployment::RoutedAnswer;
 
 /// Framing and pacing of a request body.
@@ -100,7 +100,7 @@ pub(crate) async fn http1(port: u16, body: &[u8], upload: UploadRequest) -> Rout
     if upload.expect {
         let mut seen = Vec::new();
         while !seen.ends_with(b"\r\n\r\n") {
-            let byte = tokio::time::timeout(SOON, reading.read_u8())
+            let byte = tokio::time::timeout(PATIENCE, reading.read_u8())
                 .await
                 .expect("no 100 Continue");
             seen.push(byte.unwrap());
@@ -134,7 +134,7 @@ pub(crate) async fn http1(port: u16, body: &[u8], upload: UploadRequest) -> Rout
 
 async fn read(reading: &mut OwnedReadHalf, mut raw: Vec<u8>) -> RoutedAnswer {
     // A connection is reset after the whole response, or without a response.
-    let read = tokio::time::timeout(SOON, reading.read_to_end(&mut raw)).await;
+    let read = tokio::time::timeout(PATIENCE, reading.read_to_end(&mut raw)).await;
     assert!(
         read.is_ok(),
         "the response does not end: {}",
@@ -233,7 +233,7 @@ pub(crate) async fn http2(port: u16, body: &[u8], upload: UploadRequest) -> Rout
 
 async fn post2(port: u16, expect: bool, body: reqwest::Body) -> RoutedAnswer {
     let client = warmroute_runtime::tls::http_client_builder()
-        .timeout(SOON)
+        .timeout(PATIENCE)
         .http2_prior_knowledge()
         .build()
         .unwrap();

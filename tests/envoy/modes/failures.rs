@@ -4,10 +4,10 @@
 use futures_util::future::join_all;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::modes::gateway::{ConnectionManager, ManagerChange, ModeGateway};
-use crate::routing::bed::{SOON, chat, engine, stream};
+use crate::routing::bed::{chat, engine, stream};
 use crate::support::deployment::RoutedAnswer;
 
 /// An Envoy configuration and the expected outcomes for clients.
@@ -172,7 +172,7 @@ impl ModeGateway {
     async fn wait_active(&self, cluster: &str, wanted: usize) {
         let what = format!("cluster.{cluster}.upstream_rq_active");
         let mut active = 0;
-        let reached = until(SOON, async || {
+        let reached = until(PATIENCE, async || {
             active = self.envoy_stat(&what).await;
             active == wanted as u64
         });
@@ -199,7 +199,7 @@ impl ModeGateway {
                 got.status == 200 && ["exact", ""].contains(&got.mode())
             };
             assert!(
-                until(SOON, exact).await,
+                until(PATIENCE, exact).await,
                 "listener {listener} is not served"
             );
         });

@@ -15,7 +15,7 @@ fn changes() -> Vec<ManagerChange> {
     ]
 }
 
-async fn ask(gateway: &ModeGateway, listener: usize, body: String) -> RoutedAnswer {
+async fn query(gateway: &ModeGateway, listener: usize, body: String) -> RoutedAnswer {
     let request = gateway
         .http
         .post(gateway.at(listener, "/v1/chat/completions"))
@@ -23,7 +23,7 @@ async fn ask(gateway: &ModeGateway, listener: usize, body: String) -> RoutedAnsw
     RoutedAnswer::send(
         request
             .header("content-type", "application/json")
-            .header("x-request-id", "asked-1"),
+            .header("x-request-id", "request-1"),
     )
     .await
 }
@@ -50,9 +50,9 @@ async fn strict_settings_reject_with_status_and_code() {
     ];
     for listener in 0..3 {
         for (body, status, code) in &cases {
-            let answer = ask(&gateway, listener, body.clone()).await;
+            let answer = query(&gateway, listener, body.clone()).await;
             assert_eq!(answer.error(*status).0, *code, "listener {listener}");
-            assert_eq!(answer.header("x-request-id"), "asked-1", "{answer:?}");
+            assert_eq!(answer.header("x-request-id"), "request-1", "{answer:?}");
             assert_eq!(answer.mode(), "rejected", "{answer:?}");
             assert_eq!(
                 answer.header("retry-after"),
@@ -61,7 +61,7 @@ async fn strict_settings_reject_with_status_and_code() {
             );
         }
         assert_eq!(
-            ask(&gateway, listener, chat("hello").to_string())
+            query(&gateway, listener, chat("hello").to_string())
                 .await
                 .mode(),
             "exact"
@@ -79,12 +79,12 @@ async fn fail_closed_returns_error_without_workers() {
     });
     let gateway = ModeGateway::start(&[], more, &changes()).await;
     for listener in 0..3 {
-        let answer = ask(&gateway, listener, chat("hello").to_string()).await;
+        let answer = query(&gateway, listener, chat("hello").to_string()).await;
         assert_eq!(answer.error(503).0, "no_worker", "listener {listener}");
         assert!(answer.retry_after() > 0, "{answer:?}");
         assert_eq!(
             (answer.header("x-request-id"), answer.mode()),
-            ("asked-1", "rejected"),
+            ("request-1", "rejected"),
             "{answer:?}"
         );
     }

@@ -5,6 +5,7 @@ use bytes::Bytes;
 use reqwest::Body;
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::MODEL;
+use warmroute_testbed::ports::PATIENCE;
 
 use crate::modes::gateway::{ManagerChange, ModeGateway};
 use crate::modes::uploads::EnvoyBodyMode;
@@ -75,8 +76,7 @@ async fn model_is_rewritten_in_request_and_response() {
         &changes,
     )
     .await;
-    let client =
-        || warmroute_runtime::tls::http_client_builder().timeout(crate::routing::bed::SOON);
+    let client = || warmroute_runtime::tls::http_client_builder().timeout(PATIENCE);
     let clients = [
         client().http1_only().build().unwrap(),
         client().http2_prior_knowledge().build().unwrap(),

@@ -73,10 +73,10 @@ async fn load_is_booked_until_stream_ends() {
     let gateway = ModeGateway::start(&[engine(1)], more, &changes).await;
     for (listener, (modes, ends)) in ROWS.into_iter().enumerate() {
         let what = format!("{modes:?} {ends:?}");
-        let ask = async |body| gateway.chat_to(listener, &body).send().await.unwrap();
+        let query = async |body| gateway.chat_to(listener, &body).send().await.unwrap();
         // The headers of a streaming response precede its first token.
         gateway.set_first_tokens(1, false).await;
-        let running = ask(stream(&what, 3)).await;
+        let running = query(stream(&what, 3)).await;
         assert_eq!(running.status(), 200, "{what}");
         match ends {
             StreamEnding::Answer => {
@@ -94,7 +94,7 @@ async fn load_is_booked_until_stream_ends() {
 
         gateway.set_first_tokens(1, false).await;
         // One client disconnects after the response headers, one before.
-        drop(ask(stream(&what, 3)).await);
+        drop(query(stream(&what, 3)).await);
         gateway.wait_idle().await;
         let waiting = tokio::spawn(gateway.chat_to(listener, &chat(&what)).send());
         if ends != StreamEnding::Request {

@@ -7,10 +7,11 @@ use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, Buf
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::task::AbortOnDropHandle;
 use warmroute_testbed::deployment::EngineSpec;
+use warmroute_testbed::ports::PATIENCE;
 
 use crate::modes::gateway::{ManagerChange, ModeGateway};
 use crate::modes::uploads::EnvoyBodyMode;
-use crate::routing::bed::{SOON, engine};
+use crate::routing::bed::engine;
 
 /// Worker that accepts every upgrade and returns each byte of the tunnel.
 struct TunnelWorker {
@@ -109,7 +110,7 @@ async fn upgrade_is_routed_without_waiting_for_a_body() {
     let gateway = ModeGateway::start(&[worker.engine(1)], more, &changes).await;
     for (port, mode) in gateway.ports.iter().zip(modes) {
         for path in ["/v1/responses", "/v1/chat/completions", "/v1/realtime"] {
-            let exchanged = tokio::time::timeout(SOON, exchange_frames(*port, path)).await;
+            let exchanged = tokio::time::timeout(PATIENCE, exchange_frames(*port, path)).await;
             assert!(matches!(exchanged, Ok(Ok(()))), "{mode:?} {path}");
         }
     }

@@ -1,9 +1,9 @@
 //! Requests for a LoRA adapter reach an engine that has loaded it, without configuration.
 
 use serde_json::{Value, json};
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, engine, text};
+use crate::routing::bed::{RoutedAnswer, RoutingBed, engine, text};
 
 const REQUESTS: usize = 9;
 
@@ -14,11 +14,11 @@ fn with_model(model: &str, prompt: &str) -> Value {
 }
 
 /// Sends requests for a model, and returns the responses.
-async fn ask_all(bed: &RoutingBed, model: &str) -> Vec<RoutedAnswer> {
+async fn query_all(bed: &RoutingBed, model: &str) -> Vec<RoutedAnswer> {
     let mut answers = Vec::new();
     for number in 0..REQUESTS {
         let body = with_model(model, &format!("{number} is the number of this request."));
-        answers.push(bed.ask(&body).await);
+        answers.push(bed.query(&body).await);
     }
     answers
 }
@@ -36,7 +36,7 @@ async fn wait_listed(bed: &RoutingBed, expected: [&[&str]; 3]) {
             })
     };
     assert!(
-        until(SOON, is_listed).await,
+        until(PATIENCE, is_listed).await,
         "{}",
         bed.stack.debug_page("fleet").await.unwrap()
     );
@@ -64,7 +64,7 @@ async fn adapter_requests_reach_engines_that_list_it() {
     let bed = RoutingBed::start(&specs, config).await;
     wait_listed(&bed, [&["both", "first"], &["both"], &[]]).await;
     for (model, workers) in [("first", &[1][..]), ("both", &[1, 2])] {
-        let answers = ask_all(&bed, model).await;
+        let answers = query_all(&bed, model).await;
         let mut engines: Vec<u64> = answers.iter().map(RoutedAnswer::engine).collect();
         engines.sort_unstable();
         engines.dedup();
@@ -77,17 +77,17 @@ async fn adapter_requests_reach_engines_that_list_it() {
     change(&bed, 2, "load", "first").await;
     wait_listed(&bed, [&["both"], &["both", "first"], &["late"]]).await;
     for (model, worker) in [("late", 3), ("first", 2)] {
-        for answer in ask_all(&bed, model).await {
+        for answer in query_all(&bed, model).await {
             assert_eq!(answer.engine(), worker, "{model}");
         }
     }
     // No engine lists the name, so the request is routed like one for an unknown model.
-    let unknown = bed.ask(&with_model("nowhere", "Hello.")).await;
+    let unknown = bed.query(&with_model("nowhere", "Hello.")).await;
     assert_eq!(
         (unknown.status.as_u16(), unknown.mode()),
         (404, "load_only")
     );
-    let base = ask_all(&bed, warmroute_testbed::deployment::MODEL).await;
+    let base = query_all(&bed, warmroute_testbed::deployment::MODEL).await;
     assert!(base.iter().map(RoutedAnswer::engine).any(|id| id == 1));
     bed.wait_idle().await;
 }

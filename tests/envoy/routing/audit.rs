@@ -5,9 +5,9 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::EngineSpec;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::routing::bed::{RoutingBed, SOON, engine, essay, text};
+use crate::routing::bed::{RoutingBed, engine, essay, text};
 
 async fn bed(specs: &[EngineSpec]) -> RoutingBed {
     // With these weights, a busy worker is avoided regardless of its cache.
@@ -24,7 +24,7 @@ async fn bed(specs: &[EngineSpec]) -> RoutingBed {
 /// Returns the audit totals once `answers` responses have been audited.
 pub(crate) async fn sums(bed: &RoutingBed, answers: u64) -> Value {
     let mut totals = Value::Null;
-    let done = until(SOON, async || {
+    let done = until(PATIENCE, async || {
         totals = bed.stack.debug_page("audit").await.unwrap();
         let sums = &totals["models"]["qwen2.5"];
         let counted = ["responses", "no_usage", "no_cached_tokens", "undecided"]
@@ -53,7 +53,7 @@ pub(crate) async fn sums(bed: &RoutingBed, answers: u64) -> Value {
 async fn missed_tokens_are_attributed_and_printed() {
     let bed = bed(&[engine(1), engine(2)]).await;
     let prompt = text(&essay(1));
-    let first = bed.ask(&prompt).await;
+    let first = bed.query(&prompt).await;
     let tokens = first.json()["usage"]["prompt_tokens"].as_u64().unwrap();
     bed.settle().await;
     // No worker has cached the prompt. The rest of the last block can never be reused.
@@ -64,7 +64,7 @@ async fn missed_tokens_are_attributed_and_printed() {
         json!({"block_alignment": tokens - reusable, "not_cached": reusable})
     );
     // The prediction for a repeated prompt is right.
-    assert_eq!(bed.ask(&prompt).await.engine(), first.engine());
+    assert_eq!(bed.query(&prompt).await.engine(), first.engine());
     let warm = sums(&bed, 2).await;
     assert_eq!(
         (&warm["equal"], &warm["delivered_tokens"]),
@@ -75,7 +75,7 @@ async fn missed_tokens_are_attributed_and_printed() {
     let busy = bed.send_in_background(&prompt);
     bed.wait_load(first.engine(), "active_requests", |active| active == 1)
         .await;
-    let spilled = bed.ask(&prompt).await;
+    let spilled = bed.query(&prompt).await;
     assert_ne!(spilled.engine(), first.engine());
     bed.set_first_tokens(first.engine(), true).await;
     busy.await.unwrap().engine();

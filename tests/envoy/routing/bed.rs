@@ -1,20 +1,16 @@
 //! Test deployment with helpers that send requests and observe the state.
 
 use std::ops::Deref;
-use std::time::Duration;
 
 use reqwest::{RequestBuilder, StatusCode};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use warmroute_engines::engine_client::MetricsPage;
 use warmroute_testbed::deployment::{EngineProcess, EngineSpec, MODEL};
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 pub(crate) use crate::support::deployment::{RoutedAnswer, chat, fast as engine};
 use crate::support::deployment::{TestDeployment, with_response_headers, words};
-
-/// Timeout of every wait, long enough for a busy machine.
-pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 /// Returns true if the worker closed its connection after it had sent the response headers, and
 /// before Envoy forwarded them.
@@ -113,18 +109,8 @@ impl RoutingBed {
         more: Value,
         envoy: impl Fn(&str) -> String,
     ) -> Self {
-        let stack = TestDeployment::engines(specs).await;
+        let mut stack = TestDeployment::engines(specs).await;
         stack.write_workers().unwrap();
-        Self::serving(stack, file, more, envoy).await
-    }
-
-    /// Starts warmroute and Envoy for running workers.
-    pub(crate) async fn serving(
-        mut stack: TestDeployment,
-        file: &str,
-        more: Value,
-        envoy: impl Fn(&str) -> String,
-    ) -> Self {
         stack
             .start_router(&with_response_headers(more))
             .await
@@ -141,11 +127,11 @@ impl RoutingBed {
         self.http.post(self.stack.url(path_of(body))).json(body)
     }
 
-    pub(crate) async fn ask(&self, body: &Value) -> RoutedAnswer {
+    pub(crate) async fn query(&self, body: &Value) -> RoutedAnswer {
         RoutedAnswer::send(self.post(body)).await
     }
 
-    /// Like [`Self::ask`], in the background.
+    /// Like [`Self::query`], in the background.
     pub(crate) fn send_in_background(&self, body: &Value) -> JoinHandle<RoutedAnswer> {
         tokio::spawn(RoutedAnswer::send(self.post(body)))
     }
@@ -188,7 +174,7 @@ impl RoutingBed {
 
     /// Waits until a counter or gauge has a sum over all engines.
     pub(crate) async fn wait_engines(&self, name: &str, wanted: f64) {
-        let reached = until(SOON, async || self.engines(name).await == wanted).await;
+        let reached = until(PATIENCE, async || self.engines(name).await == wanted).await;
         assert!(
             reached,
             "{name} is {}, not {wanted}",
@@ -223,7 +209,7 @@ impl RoutingBed {
     }
 
     pub(crate) async fn wait_load(&self, id: u64, of: &str, wanted: impl Fn(u64) -> bool) {
-        let reached = until(SOON, async || wanted(self.load(id, of).await)).await;
+        let reached = until(PATIENCE, async || wanted(self.load(id, of).await)).await;
         assert!(
             reached,
             "{of} of worker {id} is {}",
@@ -237,7 +223,7 @@ impl RoutingBed {
         self.wait_metric("open_exchanges", &[], 0.0).await;
         let is_unloaded = async || self.booked_ranks().await.is_empty();
         assert!(
-            until(SOON, is_unloaded).await,
+            until(PATIENCE, is_unloaded).await,
             "{}",
             self.stack.debug_page("load").await.unwrap()
         );

@@ -6,10 +6,10 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::{BLOCK_SIZE, EngineSpec, MODEL};
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::routing::bed::{
-    RoutedAnswer, RoutingBed, SOON, chat, engine_for, essay, patient, stream, text,
+    RoutedAnswer, RoutingBed, chat, engine_for, essay, patient, stream, text,
 };
 use crate::routing::contents::{ReferenceEngine, assert_split_contents, parse_content};
 use crate::support::model_file;
@@ -59,7 +59,7 @@ impl RoutingBed {
 
     pub(crate) async fn wait_engines_idle(&self) {
         assert!(
-            until(SOON, async || self.idle().await).await,
+            until(PATIENCE, async || self.idle().await).await,
             "an engine still runs a request"
         );
     }
@@ -137,7 +137,7 @@ async fn failed_prefill_is_retried_then_computed_locally() {
     ] {
         bed.misbehave(11, how.clone()).await;
         for _ in 0..4 {
-            let answer = bed.ask(&chat(&essay(topics.next().unwrap()))).await;
+            let answer = bed.query(&chat(&essay(topics.next().unwrap()))).await;
             assert_eq!(
                 (
                     response_text(&answer).is_empty(),
@@ -164,7 +164,7 @@ async fn failed_prefill_is_retried_then_computed_locally() {
         for id in PREFILL {
             bed.misbehave(id, how.clone()).await;
         }
-        let answer = bed.ask(&chat(&essay(topics.next().unwrap()))).await;
+        let answer = bed.query(&chat(&essay(topics.next().unwrap()))).await;
         assert_eq!(
             (
                 response_text(&answer).is_empty(),
@@ -194,11 +194,11 @@ async fn enforced_remote_prefill_failure_rejects_request() {
         ),
     )
     .await;
-    assert_eq!(bed.ask(&chat(&essay(1))).await.status, 200);
+    assert_eq!(bed.query(&chat(&essay(1))).await.status, 200);
     for id in PREFILL {
         bed.misbehave(id, json!({"refuse_prefills": 500})).await;
     }
-    let (code, _) = bed.ask(&chat(&essay(2))).await.error(503);
+    let (code, _) = bed.query(&chat(&essay(2))).await.error(503);
     assert_eq!(code, "no_prefill_worker");
     bed.assert_nothing_left().await;
 }
@@ -223,7 +223,8 @@ async fn each_phase_is_booked_on_its_worker() {
         bed.load(ids[0], what).await + bed.load(ids[1], what).await
     };
     assert!(
-        until(SOON, async || of(PREFILL, "active_prefill_tokens").await
+        until(PATIENCE, async || of(PREFILL, "active_prefill_tokens")
+            .await
             > 300)
         .await,
         "the prefill is booked"
@@ -234,7 +235,7 @@ async fn each_phase_is_booked_on_its_worker() {
         "no decode is booked yet"
     );
     assert!(
-        until(SOON, async || of(DECODE, "active_blocks").await > 0).await,
+        until(PATIENCE, async || of(DECODE, "active_blocks").await > 0).await,
         "the decode is booked"
     );
     assert_eq!(
@@ -334,7 +335,7 @@ async fn client_cannot_forge_transfer_params() {
             .as_object_mut()
             .unwrap()
             .extend(shape.as_object().unwrap().clone());
-        assert_eq!(bed.ask(&forged).await.status, 200);
+        assert_eq!(bed.query(&forged).await.status, 200);
     }
     assert_eq!(bed.engines("engine_sim:kv_mismatches_total").await, before);
     assert_eq!(
@@ -359,7 +360,7 @@ async fn tensorrt_llm_handoff_uses_its_own_fields() {
         } else {
             chat(&essay(topic))
         };
-        let answer = bed.ask(&body).await;
+        let answer = bed.query(&body).await;
         assert!(
             PREFILL.contains(&answer.header("x-prefill-instance-id").parse().unwrap()),
             "{answer:?}"
@@ -381,14 +382,14 @@ async fn small_prefill_stays_on_decode_worker() {
         "routing": {"disaggregation": {"conditional": {"uncached_tokens": 64}}},
     });
     let bed = start(&pools(&NIXL), call_config(json!({}), conditional)).await;
-    let first = bed.ask(&text(&essay(1))).await;
+    let first = bed.query(&text(&essay(1))).await;
     assert!(
         !first.header("x-prefill-instance-id").is_empty(),
         "the whole prompt must be computed: {first:?}"
     );
     bed.settle().await;
     // The decode worker has cached the prompt, because it fetched the blocks.
-    let again = bed.ask(&text(&essay(1))).await;
+    let again = bed.query(&text(&essay(1))).await;
     assert_eq!(
         (again.header("x-prefill-instance-id"), again.engine()),
         ("", first.engine()),

@@ -58,7 +58,7 @@ pub(crate) async fn assert_split_contents(bed: &RoutingBed) -> PhaseWorkers {
         _ => stream(&essay(topic), 4),
     });
     let answers: Vec<(Value, RoutedAnswer)> = streams::iter(bodies)
-        .map(async |body| (body.clone(), bed.ask(&body).await))
+        .map(async |body| (body.clone(), bed.query(&body).await))
         .buffer_unordered(8)
         .collect()
         .await;

@@ -34,7 +34,7 @@ fn encrypting(shipped: &str, port: u16, context: &Value) -> String {
 /// Asserts that requests are routed in mode `exact` and that the connection uses TLS.
 async fn serves_exactly(bed: &RoutingBed) {
     for at in 0..20 {
-        let answer = bed.ask(&chat(&format!("what is {at}?"))).await;
+        let answer = bed.query(&chat(&format!("what is {at}?"))).await;
         assert_eq!(answer.status, 200, "{answer:?}");
         assert_eq!(answer.mode(), "exact", "{answer:?}");
         assert_eq!(answer.engine(), answer.chosen());

@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::task::AbortOnDropHandle;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::routing::bed::{
-    RoutedAnswer, RoutingBed, SOON, chat, engine, engine_for, essay, patient, stream,
+    RoutedAnswer, RoutingBed, chat, engine, engine_for, essay, patient, stream,
 };
 use crate::routing::mirror::{self, PREFILL};
 
@@ -88,7 +88,7 @@ impl OutsideServer {
     }
 }
 
-async fn ask(bed: &RoutingBed, body: &Value, forged: [Option<&str>; 2]) -> RoutedAnswer {
+async fn query(bed: &RoutingBed, body: &Value, forged: [Option<&str>; 2]) -> RoutedAnswer {
     let names = [CLUSTER, DESTINATION].into_iter().zip(forged);
     let set = names.filter_map(|(name, value)| Some((name, value?)));
     RoutedAnswer::send(set.fold(bed.post(body), |request, (name, value)| {
@@ -125,7 +125,7 @@ async fn with_prefill_workers(envoy: EnvoyTemplate) {
                 request_count(&bed).await,
                 bed.engines("engine_sim:rooms_met_total").await,
             );
-            let answer = ask(&bed, &body, forged).await;
+            let answer = query(&bed, &body, forged).await;
             assert_eq!(answer.status, 200, "{forged:?}: {answer:?}");
             mirror::assert_all_rooms_joined(&bed).await;
             let after = (
@@ -155,7 +155,7 @@ async fn without_prefill_workers(envoy: EnvoyTemplate) {
     let engine = bed.engine(22).address.to_string();
     for (topic, forged) in forgeries(&outsider, &engine).into_iter().enumerate() {
         let before = request_count(&bed).await;
-        let answer = ask(&bed, &chat(&essay(topic)), forged).await;
+        let answer = query(&bed, &chat(&essay(topic)), forged).await;
         assert_eq!(answer.status, 200, "{forged:?}: {answer:?}");
         bed.wait_engines_idle().await;
         assert_eq!(
@@ -197,7 +197,7 @@ async fn envoy_alone_protects_without_warmroute() {
                 .await;
         let outsider = OutsideServer::start().await;
         bed.stack.kill9_router();
-        let answer = ask(
+        let answer = query(
             &bed,
             &chat(&essay(1)),
             [Some("anywhere"), Some(&outsider.address)],
@@ -206,7 +206,7 @@ async fn envoy_alone_protects_without_warmroute() {
         assert_eq!(answer.status, status, "{answer:?}");
         if reached {
             assert!(
-                until(SOON, async || outsider.connections() > 0).await,
+                until(PATIENCE, async || outsider.connections() > 0).await,
                 "without any protection the copy is sent"
             );
         } else {

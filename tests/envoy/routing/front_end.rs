@@ -2,9 +2,9 @@
 
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::EngineSpec;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine, engine_for, essay, text};
+use crate::routing::bed::{RoutedAnswer, RoutingBed, chat, engine, engine_for, essay, text};
 
 const WORKERS: u64 = 2;
 
@@ -25,7 +25,7 @@ async fn bed() -> RoutingBed {
         let fleet = bed.stack.debug_page("fleet").await.unwrap().to_string();
         fleet.matches("front_end").count() as u64 >= WORKERS
     };
-    assert!(until(SOON, are_known).await);
+    assert!(until(PATIENCE, are_known).await);
     bed
 }
 
@@ -66,10 +66,10 @@ async fn responses_belong_to_the_pinned_worker() {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn front_end_serves_without_warmroute() {
     let mut bed = bed().await;
-    worker_of(&bed.ask(&chat("with a pin")).await);
+    worker_of(&bed.query(&chat("with a pin")).await);
     bed.stack.kill9_router();
     for question in ["one", "two", "three", "four"] {
-        let answer = bed.ask(&chat(question)).await;
+        let answer = bed.query(&chat(question)).await;
         assert_eq!(
             (
                 answer.status.as_u16(),
@@ -94,15 +94,15 @@ async fn missing_prefill_worker_leaves_choice_to_front_end() {
         ]
         .map(|name| answer.header(name).to_owned())
     };
-    let answer = bed.ask(&chat("with both")).await;
+    let answer = bed.query(&chat("with both")).await;
     assert_eq!(pins(&answer), ["2", "1"], "{answer:?}");
     let decode = json!([bed.engine(2).worker_entry()]);
     bed.stack.write_worker_entries(&decode).unwrap();
     let fails_open = async || {
-        let answer = bed.ask(&chat("alone")).await;
+        let answer = bed.query(&chat("alone")).await;
         assert_eq!(answer.status.as_u16(), 200, "{answer:?}");
         pins(&answer) == ["", ""] && answer.header("x-warmroute-mode") == "passthrough"
     };
-    assert!(until(SOON, fails_open).await);
+    assert!(until(PATIENCE, fails_open).await);
     bed.wait_idle().await;
 }

@@ -9,10 +9,10 @@ use futures_util::{StreamExt as _, stream as streams};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use serde_json::{Value, json};
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::routing::bed::{
-    RoutedAnswer, RoutingBed, SOON, chat, essay, is_reset_inside_response, path_of, stream, text,
+    RoutedAnswer, RoutingBed, chat, essay, is_reset_inside_response, path_of, stream, text,
 };
 use crate::routing::call::{self, phases};
 use crate::routing::contents::{ReferenceEngine, ResponseContent, parse_content, tokens_seen};
@@ -52,7 +52,7 @@ async fn storm(bed: &RoutingBed) -> f64 {
     let count = setting("WARMROUTE_HANDOVERS", 300);
     let bodies = (0..count).map(body);
     let answers: Vec<(Value, RoutedAnswer)> = streams::iter(bodies)
-        .map(async |body| (body.clone(), bed.ask(&body).await))
+        .map(async |body| (body.clone(), bed.query(&body).await))
         .buffer_unordered(32)
         .collect()
         .await;
@@ -162,7 +162,10 @@ struct ChaosRun {
 /// on a busy machine. While a restarted worker is ejected, requests have no second choice.
 async fn await_next_kill(bed: &RoutingBed, earliest: tokio::time::Instant) {
     let readmitted = async || bed.metrics().await.sum("ejected_workers", &[]) == 0.0;
-    assert!(until(SOON, readmitted).await, "a worker remains ejected");
+    assert!(
+        until(PATIENCE, readmitted).await,
+        "a worker remains ejected"
+    );
     tokio::time::sleep_until(earliest.max(tokio::time::Instant::now() + PAUSE)).await;
 }
 
@@ -173,7 +176,7 @@ async fn chaos(bed: &mut RoutingBed, pools: &[&[u64]]) -> ChaosRun {
     let number = AtomicUsize::new(0);
     let http = bed.http.clone();
     let url = bed.stack.url("");
-    let ask = async || {
+    let query = async || {
         let mut outcomes = Vec::new();
         while !over.load(Ordering::Relaxed) {
             let body = body(number.fetch_add(1, Ordering::Relaxed));
@@ -221,7 +224,7 @@ async fn chaos(bed: &mut RoutingBed, pools: &[&[u64]]) -> ChaosRun {
         over.store(true, Ordering::Relaxed);
         downtimes
     };
-    let sending = futures_util::future::join_all((0..CLIENTS).map(|_| ask()));
+    let sending = futures_util::future::join_all((0..CLIENTS).map(|_| query()));
     let (outcomes, downtimes) = tokio::join!(sending, kill);
     ChaosRun {
         outcomes: outcomes.into_iter().flatten().collect(),
@@ -325,7 +328,7 @@ async fn start_call_bed() -> RoutingBed {
 /// fetched the blocks.
 async fn assert_no_leases(bed: &RoutingBed, chaos: &ChaosRun) {
     assert!(
-        until(SOON, async || bed.engines("engine_sim:kv_leases").await
+        until(PATIENCE, async || bed.engines("engine_sim:kv_leases").await
             == 0.0)
         .await,
         "leases are left over"

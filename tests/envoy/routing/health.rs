@@ -4,14 +4,14 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use serde_json::{Value, json};
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, engine, text};
+use crate::routing::bed::{RoutedAnswer, RoutingBed, engine, text};
 
 /// Sends concurrent requests without common prefixes.
 async fn many(bed: &RoutingBed, count: usize, name: &str) -> Vec<RoutedAnswer> {
     let bodies: Vec<_> = (0..count).map(|at| text(&format!("{name} {at}"))).collect();
-    join_all(bodies.iter().map(|body| bed.ask(body))).await
+    join_all(bodies.iter().map(|body| bed.query(body))).await
 }
 
 async fn ejected(bed: &RoutingBed) -> f64 {
@@ -36,9 +36,9 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
     // Requests are sequential, until the worker has failed often enough.
     let mut misses = 0;
     let mut turn = 0;
-    let ejection = until(SOON, async || {
+    let ejection = until(PATIENCE, async || {
         turn += 1;
-        let answer = bed.ask(&text(&format!("{turn} before"))).await;
+        let answer = bed.query(&text(&format!("{turn} before"))).await;
         assert_eq!(answer.engine(), 1, "Envoy tries another: {answer:?}");
         misses += u64::from(answer.is_retried());
         assert_eq!(
@@ -66,9 +66,9 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
 
     bed.restart(2).await;
     let mut turn = 0;
-    let back = until(SOON, async || {
+    let back = until(PATIENCE, async || {
         turn += 1;
-        let answer = bed.ask(&text(&format!("{turn} after"))).await;
+        let answer = bed.query(&text(&format!("{turn} after"))).await;
         assert_eq!(answer.engine(), answer.chosen());
         ejected(&bed).await == 0.0
     });
@@ -79,7 +79,10 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
             .iter()
             .any(|answer| answer.engine() == 2)
     };
-    assert!(until(SOON, served).await, "the worker receives no request");
+    assert!(
+        until(PATIENCE, served).await,
+        "the worker receives no request"
+    );
     assert_eq!(missed(&bed, 2).await, misses + 1);
     bed.wait_idle().await;
 }
@@ -88,7 +91,7 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
 /// probes it afterwards.
 async fn assert_one_request_probes(bed: &RoutingBed, since: Instant) {
     let mut round = 0;
-    let tried = until(SOON, async || {
+    let tried = until(PATIENCE, async || {
         round += 1;
         let sent = Instant::now();
         let answers = many(bed, 16, &format!("{round} meanwhile")).await;
@@ -118,19 +121,19 @@ async fn overloaded_worker_gets_no_requests_for_a_second() {
     for status in [429_u16, 503] {
         let bed = RoutingBed::start(&[engine(1), engine(2)], json!({})).await;
         let mut turn = 0;
-        let mut ask = async |wanted: &dyn Fn(&RoutedAnswer) -> bool| {
+        let mut query = async |wanted: &dyn Fn(&RoutedAnswer) -> bool| {
             turn += 1;
-            let answer = bed.ask(&text(&format!("{turn} {status}"))).await;
+            let answer = bed.query(&text(&format!("{turn} {status}"))).await;
             (wanted(&answer), answer)
         };
         // Repeated if a busy machine needs more than a second for the requests.
         let mut spared = 0;
-        let seen = until(SOON, async || {
+        let seen = until(PATIENCE, async || {
             bed.misbehave(2, json!({"refuse": status})).await;
             let mut sent = Instant::now();
             let refused = async || {
                 sent = Instant::now();
-                let (refused, answer) = ask(&|answer| answer.chosen() == 2).await;
+                let (refused, answer) = query(&|answer| answer.chosen() == 2).await;
                 assert_eq!(
                     answer.status,
                     if refused { status } else { 200 },
@@ -138,12 +141,12 @@ async fn overloaded_worker_gets_no_requests_for_a_second() {
                 );
                 refused
             };
-            assert!(until(SOON, refused).await, "worker 2 gets no request");
+            assert!(until(PATIENCE, refused).await, "worker 2 gets no request");
             bed.wait_idle().await;
             bed.misbehave(2, json!({"refuse": null})).await;
             spared = 0;
             let used_again = async || {
-                let (again, answer) = ask(&|answer| answer.engine() == 2).await;
+                let (again, answer) = query(&|answer| answer.engine() == 2).await;
                 if sent.elapsed() < Duration::from_secs(1) {
                     assert!(!again, "after {:?}: {answer:?}", sent.elapsed());
                     spared += 1;
@@ -151,7 +154,7 @@ async fn overloaded_worker_gets_no_requests_for_a_second() {
                 again
             };
             assert!(
-                until(SOON, used_again).await,
+                until(PATIENCE, used_again).await,
                 "worker 2 is never used again"
             );
             // With two equal workers, chance alone would hardly avoid worker 2 that often.
@@ -172,18 +175,18 @@ async fn restarted_worker_is_used_again_within_seconds() {
     let mut bed = RoutingBed::start(&[engine(1), engine(2)], rules).await;
     bed.kill(2);
     let mut turn = 0;
-    let ejection = until(SOON, async || {
+    let ejection = until(PATIENCE, async || {
         turn += 1;
-        bed.ask(&text(&format!("{turn} before"))).await;
+        bed.query(&text(&format!("{turn} before"))).await;
         // Each failed probe doubles the ejection time, from one second.
         missed(&bed, 2).await > 4 && ejected(&bed).await == 1.0
     });
     assert!(ejection.await, "{}", bed.metrics().await.text());
     bed.restart(2).await;
     let restarted = Instant::now();
-    let used = until(SOON, async || {
+    let used = until(PATIENCE, async || {
         turn += 1;
-        bed.ask(&text(&format!("{turn} after"))).await.engine() == 2
+        bed.query(&text(&format!("{turn} after"))).await.engine() == 2
     });
     assert!(
         used.await,
@@ -226,7 +229,7 @@ async fn assert_failing_engine_loses_traffic(policy: &str, fault: Value) {
             .await
             .is_ok_and(|answer| answer.status().is_success())
     };
-    let ejection = until(SOON, async || {
+    let ejection = until(PATIENCE, async || {
         let delivered = send().await;
         failed += u64::from(!delivered);
         ejected(&bed).await == 1.0
@@ -251,7 +254,7 @@ async fn assert_failing_engine_loses_traffic(policy: &str, fault: Value) {
 
     bed.misbehave(4, json!({"refuse": null, "hang": false}))
         .await;
-    let readmission = until(SOON, async || {
+    let readmission = until(PATIENCE, async || {
         send().await;
         ejected(&bed).await == 0.0
     });

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use warmroute_testbed::deployment::EngineSpec;
 
-use crate::routing::bed::{RoutingBed, SOON, stream};
+use crate::routing::bed::{RoutingBed, stream};
 
 /// Time for which each fault lasts, at least, and time after it until the next one.
 const FAULT_TIME: Duration = Duration::from_secs(4);
@@ -207,7 +207,7 @@ async fn converse(url: String, number: usize, results: TrafficResults) {
             8,
         );
         for turn in 0..TURNS {
-            let error = ask(&client, &url, &body).await.err();
+            let error = query(&client, &url, &body).await.err();
             results.lock().push(error);
             let messages = body["messages"].as_array_mut().unwrap();
             messages.push(json!({"role": "assistant", "content": "an answer ".repeat(8)}));
@@ -218,7 +218,7 @@ async fn converse(url: String, number: usize, results: TrafficResults) {
 }
 
 /// Sends a request. Returns the error that the client sees.
-async fn ask(client: &reqwest::Client, url: &str, body: &Value) -> Result<(), String> {
+async fn query(client: &reqwest::Client, url: &str, body: &Value) -> Result<(), String> {
     let on_error = |error: reqwest::Error| {
         let name = if error.is_timeout() { "timeout" } else { "cut" };
         name.to_owned()
@@ -322,7 +322,7 @@ impl FaultScenario {
         let start = Instant::now();
         self.begin(&injected.fault).await;
         let mut shown: Option<Duration> = None;
-        let seen = until(SOON, async || {
+        let seen = until(PATIENCE, async || {
             if shown.is_none() && self.is_shown(injected, &before).await {
                 shown.get_or_insert(start.elapsed());
             }
@@ -386,7 +386,7 @@ async fn every_fault_is_shown_and_passes() {
     let bed = RoutingBed::start(&ENGINES.map(EngineSpec::new), json!({})).await;
     let traffic = ConversationTraffic::start(&bed.stack.url("/v1/chat/completions"));
     let mut scenario = FaultScenario { bed, traffic };
-    let has_traffic = until(SOON, async || scenario.traffic.has_recovered(0));
+    let has_traffic = until(PATIENCE, async || scenario.traffic.has_recovered(0));
     assert!(has_traffic.await, "{:?}", scenario.traffic.errors_since(0));
     for fault in ejecting_faults().into_iter().chain(tolerated_faults()) {
         scenario.inject(&fault).await;

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::EngineSpec;
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::{FreePort, PATIENCE, until};
 
-use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, essay, patient, stream, text};
+use crate::routing::bed::{RoutedAnswer, RoutingBed, chat, essay, patient, stream, text};
 pub(crate) use crate::routing::call::{DECODE, PREFILL};
 use crate::routing::call::{config_with_prefill, phases};
 use crate::routing::contents::assert_split_contents;
@@ -104,7 +104,7 @@ pub(crate) async fn assert_no_room_waits(bed: &RoutingBed) {
         "two requests shared a bootstrap room"
     );
     let empty = async || bed.engines("engine_sim:rooms_waiting").await == 0.0 && bed.idle().await;
-    if until(SOON, empty).await {
+    if until(PATIENCE, empty).await {
         return;
     }
     let mut left = Vec::new();
@@ -149,10 +149,10 @@ async fn prompts_use_adjacent_rooms_and_n_is_rejected() {
     let mut several = text(&essay(1));
     several["n"] = json!(2);
     // A decode engine could not process the request.
-    assert_eq!(bed.ask(&several).await.status, 503);
+    assert_eq!(bed.query(&several).await.status, 503);
     let both = json!({"model": several["model"], "prompt": [essay(2), essay(3)], "max_tokens": 2});
     assert_eq!(
-        bed.ask(&both).await.json()["choices"]
+        bed.query(&both).await.json()["choices"]
             .as_array()
             .unwrap()
             .len(),
@@ -169,16 +169,16 @@ async fn cancelled_request_aborts_its_prefill() {
     let sending = bed.send_in_background(&stream(&essay(1), 50));
     let prefilling =
         async || bed.load(11, "active_requests").await + bed.load(12, "active_requests").await;
-    assert!(until(SOON, async || prefilling().await == 1).await);
+    assert!(until(PATIENCE, async || prefilling().await == 1).await);
     let at_work = async || bed.engine_sum(&PREFILL, "vllm:num_requests_running").await == 1.0;
-    assert!(until(SOON, at_work).await, "the copy has arrived");
+    assert!(until(PATIENCE, at_work).await, "the copy has arrived");
     // A frozen decode worker cannot notify the prefill worker.
     DECODE.iter().for_each(|id| bed.engine(*id).freeze());
     sending.abort();
     bed.wait_metric("prefill_aborts_total", &[("outcome", "accepted")], 1.0)
         .await;
     let aborted = async || bed.engine_sum(&PREFILL, "engine_sim:aborted_total").await == 1.0;
-    assert!(until(SOON, aborted).await);
+    assert!(until(PATIENCE, aborted).await);
     DECODE.iter().for_each(|id| bed.engine(*id).thaw());
     bed.wait_idle().await;
     bed.wait_engines("vllm:num_requests_running", 0.0).await;
@@ -201,7 +201,7 @@ async fn hanging_prefill_fails_at_the_deadline() {
         .enumerate()
     {
         let sent_at = Instant::now();
-        let answer = bed.ask(body).await;
+        let answer = bed.query(body).await;
         let took = sent_at.elapsed();
         let (code, message) = answer.error(504);
         assert_eq!(code, "prefill_failed", "{message}");
@@ -216,7 +216,7 @@ async fn hanging_prefill_fails_at_the_deadline() {
     }
     bed.wait_idle().await;
     assert!(
-        until(SOON, async || bed
+        until(PATIENCE, async || bed
             .engine_sum(&DECODE, "engine_sim:rooms_waiting")
             .await
             == 0.0)
@@ -234,7 +234,7 @@ async fn rejected_prefill_fails_by_the_deadline() {
     }
     for body in [chat(&essay(1)), stream(&essay(2), 4)] {
         let sent_at = Instant::now();
-        let answer = bed.ask(&body).await;
+        let answer = bed.query(&body).await;
         let took = sent_at.elapsed();
         let (code, message) = answer.error(504);
         assert_eq!(code, "prefill_failed", "{message}");
@@ -249,7 +249,7 @@ async fn rejected_prefill_fails_by_the_deadline() {
     for id in PREFILL {
         bed.misbehave(id, json!({"refuse_prefills": null})).await;
     }
-    assert_eq!(bed.ask(&chat(&essay(3))).await.status, 200);
+    assert_eq!(bed.query(&chat(&essay(3))).await.status, 200);
 }
 
 /// Sends a request while prefills are slow. Returns its workers once the prefill runs.
@@ -268,7 +268,7 @@ async fn start_and_find_workers(
         found
     };
     let at_work = async || bed.engine_sum(&PREFILL, "vllm:num_requests_running").await == 1.0;
-    assert!(until(SOON, at_work).await, "the copy has arrived");
+    assert!(until(PATIENCE, at_work).await, "the copy has arrived");
     let pair = [
         has(PREFILL).await.expect("a prefill worker"),
         has(DECODE).await.expect("a decode worker"),
@@ -333,7 +333,7 @@ async fn dead_prefill_worker_is_replaced() {
                 == 1.0
         };
         assert!(
-            until(SOON, at_work).await,
+            until(PATIENCE, at_work).await,
             "the other prefill worker has the request"
         );
         assert_eq!(
@@ -370,9 +370,9 @@ async fn unstreamed_response_may_outlast_prefill_timeout() {
     let prefilling =
         async || bed.load(11, "active_requests").await + bed.load(12, "active_requests").await;
     let at_work = async || bed.engine_sum(&DECODE, "vllm:num_requests_running").await == 1.0;
-    assert!(until(SOON, at_work).await);
+    assert!(until(PATIENCE, at_work).await);
     assert!(
-        until(SOON, async || prefilling().await == 0).await,
+        until(PATIENCE, async || prefilling().await == 0).await,
         "the prefill has ended before the response"
     );
     assert!(!sending.is_finished());
@@ -394,7 +394,7 @@ async fn restarted_workers_get_new_connections() {
     let mut bed = start("20", json!({})).await;
     for round in 0..4 {
         for topic in 0..6 {
-            let answer = bed.ask(&chat(&essay(10 * round + topic))).await;
+            let answer = bed.query(&chat(&essay(10 * round + topic))).await;
             assert_eq!(answer.status, 200, "in round {round}: {answer:?}");
         }
         for id in PREFILL {

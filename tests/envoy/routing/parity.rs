@@ -2,15 +2,15 @@
 //! routed load-only until it ends. Also tokenization by remote engines, which may be unavailable.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use warmroute_testbed::deployment::{BLOCK_SIZE, MODEL};
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::{FreePort, PATIENCE, until};
 
-use crate::routing::bed::{RoutingBed, SOON, chat, engine, essay, text};
+use crate::routing::bed::{RoutingBed, chat, engine, essay, text};
 use crate::support::model_file;
 
 /// Template that differs from that of the model after the first tokens.
@@ -47,7 +47,7 @@ async fn parity(bed: &RoutingBed) -> Value {
 }
 
 async fn wait_tokens_disabled(bed: &RoutingBed, tokens_disabled: bool) -> Value {
-    let reached = until(SOON, async || {
+    let reached = until(PATIENCE, async || {
         parity(bed).await["tokens_disabled"] == tokens_disabled
     })
     .await;
@@ -92,7 +92,7 @@ async fn wrong_template_is_reported_until_engine_restart() {
     assert_difference_is_reported(&shown, &bed.router_log());
     let question = chat(&essay(1));
     for _ in 0..2 {
-        let answer = bed.ask(&question).await;
+        let answer = bed.query(&question).await;
         assert_eq!(
             (answer.mode(), answer.engine()),
             ("load_only", 1),
@@ -102,7 +102,7 @@ async fn wrong_template_is_reported_until_engine_restart() {
     // Token ids in a request are used unchanged.
     let tokens: Vec<u32> = (1000..1100).collect();
     assert_eq!(
-        bed.ask(&json!({"model": MODEL, "prompt": tokens, "max_tokens": 2}))
+        bed.query(&json!({"model": MODEL, "prompt": tokens, "max_tokens": 2}))
             .await
             .mode(),
         "exact"
@@ -124,7 +124,10 @@ async fn wrong_template_is_reported_until_engine_restart() {
         recovered["workers"]["1"]["compared"].as_u64().unwrap() > 10,
         "{recovered:#}"
     );
-    let exact = until(SOON, async || bed.ask(&question).await.mode() == "exact").await;
+    let exact = until(PATIENCE, async || {
+        bed.query(&question).await.mode() == "exact"
+    })
+    .await;
     assert!(exact, "{}", bed.router_log());
 }
 
@@ -178,9 +181,9 @@ async fn events_detect_mismatch_within_hundred_requests() {
     let flags = template.flags(&["--no-tokenize", "--no-render"]);
     let mut bed = RoutingBed::start(&[engine(1).with(&flags)], config).await;
     let mut requests = 0;
-    let found = until(SOON, async || {
+    let found = until(PATIENCE, async || {
         requests += 1;
-        bed.ask(&chat(&essay(requests))).await.engine();
+        bed.query(&chat(&essay(requests))).await.engine();
         // Events are compared two seconds later.
         tokio::time::sleep(Duration::from_millis(100)).await;
         parity(&bed).await["tokens_disabled"] == true
@@ -211,12 +214,12 @@ async fn events_detect_mismatch_within_hundred_requests() {
         nothing.iter().all(|key| difference[*key].is_null()),
         "no request text is shown: {shown:#}"
     );
-    assert_eq!(bed.ask(&chat(&essay(500))).await.mode(), "load_only");
+    assert_eq!(bed.query(&chat(&essay(500))).await.mode(), "load_only");
     restart_with_own_template(&mut bed).await;
     let mut topic = 1000;
-    let recovered = until(SOON, async || {
+    let recovered = until(PATIENCE, async || {
         topic += 1;
-        bed.ask(&unrelated_chat(topic)).await;
+        bed.query(&unrelated_chat(topic)).await;
         parity(&bed).await["tokens_disabled"] == false
     });
     assert!(
@@ -225,7 +228,7 @@ async fn events_detect_mismatch_within_hundred_requests() {
         parity(&bed).await,
         bed.router_log()
     );
-    assert_eq!(bed.ask(&unrelated_chat(topic)).await.mode(), "exact");
+    assert_eq!(bed.query(&unrelated_chat(topic)).await.mode(), "exact");
 }
 
 /// Returns a chat that shares no block with other chats.
@@ -251,20 +254,20 @@ async fn mismatch_falls_back_to_remote_tokenizer() {
     // `/tokenize` ignores this field, so warmroute does not call it.
     let mut cut = chat(&essay(2));
     cut["truncate_prompt_tokens"] = json!(64);
-    assert_eq!(bed.ask(&cut).await.mode(), "load_only");
+    assert_eq!(bed.query(&cut).await.mode(), "load_only");
 }
 
 /// Sends a chat twice. Asserts that the engine reports the predicted cached tokens the second time.
 async fn exact_twice(bed: &RoutingBed, topic: usize) {
     let question = chat(&essay(topic));
     assert_eq!(
-        bed.ask(&question).await.mode(),
+        bed.query(&question).await.mode(),
         "exact",
         "{}",
         bed.router_log()
     );
     bed.settle().await;
-    let answer = bed.ask(&question).await;
+    let answer = bed.query(&question).await;
     assert_eq!(answer.mode(), "exact", "{answer:?}");
     let cached = answer.cached_tokens();
     assert!(cached > 100, "{answer:?}");
@@ -285,9 +288,9 @@ async fn remote_tokenizer_alone_routes_exactly() {
     .await;
     exact_twice(&bed, 1).await;
     let prompt = text(&essay(2));
-    let first = bed.ask(&prompt).await;
+    let first = bed.query(&prompt).await;
     bed.settle().await;
-    let second = bed.ask(&prompt).await;
+    let second = bed.query(&prompt).await;
     assert_eq!(
         (first.mode(), second.mode(), second.engine()),
         ("exact", "exact", first.engine())
@@ -320,10 +323,9 @@ async fn dead_or_slow_render_servers_cause_no_error() {
         let bed = RoutingBed::start(&[engine(1)], json!({"models": models})).await;
         // After three failures of both servers, no request waits for them.
         for topic in 0..4 {
-            let answer = bed.ask(&chat(&essay(topic))).await;
+            let answer = bed.query(&chat(&essay(topic))).await;
             assert_eq!((answer.mode(), answer.engine()), (mode, 1), "{answer:?}");
         }
-        let started = Instant::now();
         bed.wait_metrics("no engine is queried", |page| {
             page.sum(
                 "remote_tokenizer_requests_total",
@@ -331,7 +333,6 @@ async fn dead_or_slow_render_servers_cause_no_error() {
             ) >= 1.0
         })
         .await;
-        assert!(started.elapsed() < Duration::from_secs(30));
         let reasons = bed
             .metric(
                 "degradations_total",

@@ -74,14 +74,14 @@ async fn decode_request_names_both_workers() {
         } else {
             stream(&essay(topic), 4)
         };
-        let answer = bed.ask(&body).await;
+        let answer = bed.query(&body).await;
         prefills.insert(prefill_of(&bed, &answer).expect("a prefill worker"));
         decodes.insert(answer.engine());
         bed.wait_idle().await;
     }
     assert_eq!((prefills, decodes), (PREFILL.into(), DECODE.into()));
     // No condition is configured, so no prompt is too short or too warm for a remote prefill.
-    let again = bed.ask(&chat(&essay(0))).await;
+    let again = bed.query(&chat(&essay(0))).await;
     assert!(prefill_of(&bed, &again).is_some(), "{again:?}");
     assert_eq!(phases(&bed, "remote_prefill").await, 31.0);
 }
@@ -142,11 +142,11 @@ async fn enforced_remote_prefill_rejects_without_workers() {
     )
     .await;
     for round in 0..2 {
-        let answer = bed.ask(&chat(&essay(10 * round))).await;
+        let answer = bed.query(&chat(&essay(10 * round))).await;
         assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
         list_workers(&bed, |id| DECODE.contains(&id)).await;
         for body in [chat(&essay(1)), stream(&essay(2), 4)] {
-            let refused = bed.ask(&body).await;
+            let refused = bed.query(&body).await;
             let (code, message) = refused.error(503);
             assert_eq!(code, "no_prefill_worker");
             assert!(message.contains("prefill"), "{message}");
@@ -160,7 +160,7 @@ async fn enforced_remote_prefill_rejects_without_workers() {
         bed.wait_idle().await;
         list_workers(&bed, |_| true).await;
     }
-    let answer = bed.ask(&chat(&essay(30))).await;
+    let answer = bed.query(&chat(&essay(30))).await;
     assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
     let page = bed.metrics().await;
     assert_eq!(

@@ -2,10 +2,10 @@
 //! prompt.
 
 use serde_json::{Value, json};
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::routing::audit::sums;
-use crate::routing::bed::{RoutingBed, SOON, engine_for, essay, stream, text};
+use crate::routing::bed::{RoutingBed, engine_for, essay, stream, text};
 use crate::routing::call::{NIXL, call_config, start};
 use crate::routing::mirror;
 
@@ -34,7 +34,7 @@ async fn confirmed(bed: &RoutingBed, worker: u64) -> u64 {
 async fn called_prefill_is_audited_by_its_response() {
     let bed = bed().await;
     let prompt = text(&essay(1));
-    let cold = bed.ask(&prompt).await;
+    let cold = bed.query(&prompt).await;
     assert_eq!(
         (cold.engine(), cold.header("x-prefill-instance-id")),
         (DECODE, "11")
@@ -47,7 +47,7 @@ async fn called_prefill_is_audited_by_its_response() {
         reusable,
         "the cache of the prefill worker is cold"
     );
-    bed.ask(&prompt).await.engine();
+    bed.query(&prompt).await.engine();
     let warm = sums(&bed, 2).await;
     assert_eq!(
         (&warm["equal"], &warm["delivered_tokens"]),
@@ -72,7 +72,7 @@ async fn called_prefill_is_audited_by_its_response() {
             );
         }
     }
-    let has_confirmed = until(SOON, async || confirmed(&bed, PREFILL).await > 0).await;
+    let has_confirmed = until(PATIENCE, async || confirmed(&bed, PREFILL).await > 0).await;
     assert!(
         has_confirmed,
         "{:#}",
@@ -86,7 +86,7 @@ async fn called_prefill_is_audited_by_its_response() {
 async fn prefill_that_envoy_mirrors_is_audited_as_undecided() {
     let bed = mirror::start_observed().await;
     for topic in 0..4 {
-        bed.ask(&stream(&essay(topic), 4)).await.engine();
+        bed.query(&stream(&essay(topic), 4)).await.engine();
     }
     let sums = sums(&bed, 4).await;
     assert_eq!(
@@ -105,7 +105,7 @@ async fn prefill_that_envoy_mirrors_is_audited_as_undecided() {
         4.0
     );
     // warmroute itself sends the copy of a unary request, so it receives the report.
-    bed.ask(&text(&essay(5))).await.engine();
+    bed.query(&text(&essay(5))).await.engine();
     let sums = self::sums(&bed, 5).await;
     assert_eq!(
         (&sums["undecided"], &sums["computed_by"]),

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine, full_duplex, stream};
+use crate::routing::bed::{RoutedAnswer, RoutingBed, chat, engine, full_duplex, stream};
 
 /// Shipped `message_timeout` of Envoy, which a reply can extend.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -24,8 +24,8 @@ fn queue_config(more: &Value) -> Value {
 async fn busy(more: &Value) -> (RoutingBed, JoinHandle<RoutedAnswer>) {
     let bed = RoutingBed::start_with_envoy(&[engine(1)], queue_config(more), str::to_owned).await;
     // The first response after the start may be slow.
-    let ready = async || bed.ask(&chat("are you there?")).await.mode() == "exact";
-    assert!(until(SOON, ready).await);
+    let ready = async || bed.query(&chat("are you there?")).await.mode() == "exact";
+    assert!(until(PATIENCE, ready).await);
     bed.wait_idle().await;
     let holder = hold(&bed).await;
     (bed, holder)
@@ -78,7 +78,7 @@ async fn queued_request_outlasts_envoy_message_timeout() {
         "a queued request is not booked"
     );
     let since = Instant::now();
-    let patient = until(SOON, async || {
+    let patient = until(PATIENCE, async || {
         let page = bed.metrics().await;
         assert_eq!(
             page.sum("queue_requests", &[]),
@@ -126,7 +126,7 @@ async fn full_queue_rejects_with_retry_after() {
     .await;
     let waiters = two_waiting(&bed).await;
     for body in [chat("too many"), stream("too many", 4)] {
-        let refused = bed.ask(&body).await;
+        let refused = bed.query(&body).await;
         let (code, message) = refused.error(429);
         assert_eq!(
             (code.as_str(), refused.retry_after()),
@@ -193,12 +193,12 @@ async fn full_duplex_requests_are_queued_and_rejected() {
     let waiter = waiting(&bed, "waits", 1.0).await;
     let long = "This one is long enough for many pieces. ".repeat(20_000);
     for question in ["short", &long] {
-        let refused = bed.ask(&chat(question)).await;
+        let refused = bed.query(&chat(question)).await;
         assert_eq!(refused.error(429).0, "queue_full");
         assert_eq!(refused.retry_after(), 1);
         let mut query = chat(question);
         query["nvext"] = json!({"annotations": ["query_instance_id:"]});
-        let choice = bed.ask(&query).await;
+        let choice = bed.query(&query).await;
         assert_eq!(
             choice.json()["nvext"]["worker_id"]["decode_worker_id"],
             1,
@@ -206,7 +206,7 @@ async fn full_duplex_requests_are_queued_and_rejected() {
         );
     }
     let since = Instant::now();
-    let patient = until(SOON, async || {
+    let patient = until(PATIENCE, async || {
         assert!(
             !waiter.is_finished(),
             "{:?} did not stay queued",

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::{EngineSpec, MODEL};
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::routing::bed::{RoutingBed, SOON, chat, engine, essay};
+use crate::routing::bed::{RoutingBed, chat, engine, essay};
 use crate::support::model_file;
 
 /// Starts a deployment whose model is configured with this block size.
@@ -49,7 +49,7 @@ async fn assert_status(bed: &RoutingBed, id: u64, freshness: &str, reason: Value
         source["freshness"] == freshness && source["reason"] == reason
     };
     assert!(
-        until(SOON, has_status).await,
+        until(PATIENCE, has_status).await,
         "{freshness} because {reason}, but {}",
         source(bed, id).await
     );
@@ -60,7 +60,7 @@ async fn assert_status(bed: &RoutingBed, id: u64, freshness: &str, reason: Value
 /// Waits until the events of a response have arrived.
 async fn wait_for_batch(bed: &RoutingBed, id: u64, before: &Value) {
     let more = async || source(bed, id).await["batches"] != before["batches"];
-    assert!(until(SOON, more).await, "no batch after {before}");
+    assert!(until(PATIENCE, more).await, "no batch after {before}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -70,22 +70,22 @@ async fn blocks_of_another_size_are_converted() {
         let bed = bed_with_blocks(of, &[engine(1), engine(2)]).await;
         for topic in 1..4 {
             let question = chat(&essay(topic));
-            let first = bed.ask(&question).await;
+            let first = bed.query(&question).await;
             let warm = first.engine();
             let tokens = first.json()["usage"]["prompt_tokens"].as_u64().unwrap();
             // The index contains all blocks that the engine can reuse, up to a boundary of the
             // larger blocks.
             let least = (tokens - 1) / 32 * 32;
             let known = async || {
-                let query = bed.ask(&question).await;
+                let query = bed.query(&question).await;
                 query.engine() == warm && query.predicted() >= Some(least)
             };
             assert!(
-                until(SOON, known).await,
+                until(PATIENCE, known).await,
                 "blocks of {of}: {:?}",
-                bed.ask(&question).await
+                bed.query(&question).await
             );
-            let again = bed.ask(&question).await;
+            let again = bed.query(&question).await;
             assert_eq!(
                 (again.mode(), again.engine()),
                 ("exact", warm),
@@ -138,12 +138,12 @@ async fn silent_source_is_detected_by_responses() {
     });
     let bed = RoutingBed::start(&[without_replay(1)], silence).await;
     let before = source(&bed, 1).await;
-    bed.ask(&chat(&essay(0))).await;
+    bed.query(&chat(&essay(0))).await;
     wait_for_batch(&bed, 1, &before).await;
     bed.misbehave(1, json!({"drop_events": {"batches": 1_000_000}}))
         .await;
     for topic in 1..=5 {
-        bed.ask(&chat(&essay(topic))).await;
+        bed.query(&chat(&essay(topic))).await;
     }
     assert_status(&bed, 1, "stale", json!("silent")).await;
     bed.misbehave(1, json!({"drop_events": {"batches": 0}}))
@@ -153,10 +153,10 @@ async fn silent_source_is_detected_by_responses() {
     let mut topic = 5;
     let received = async || {
         topic += 1;
-        bed.ask(&chat(&essay(topic))).await;
+        bed.query(&chat(&essay(topic))).await;
         source(&bed, 1).await["reason"] == "lost_batches"
     };
-    assert!(until(SOON, received).await, "{}", source(&bed, 1).await);
+    assert!(until(PATIENCE, received).await, "{}", source(&bed, 1).await);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -191,7 +191,7 @@ async fn unconfigured_settings_are_discovered_from_engine() {
         "{found}"
     );
     let reported = async || !member(&bed, 1).await["mismatches"].is_null();
-    assert!(until(SOON, reported).await);
+    assert!(until(PATIENCE, reported).await);
     let mismatch = json!([{"setting": "total_kv_blocks", "configured": "77", "engine": "8192"}]);
     let found = member(&bed, 1).await;
     assert_eq!(
@@ -201,7 +201,7 @@ async fn unconfigured_settings_are_discovered_from_engine() {
         ),
         (&mismatch, &json!(77))
     );
-    tokio::time::timeout(Duration::from_secs(60), bed.ask(&chat(&essay(1))))
+    tokio::time::timeout(Duration::from_secs(60), bed.query(&chat(&essay(1))))
         .await
         .unwrap();
 }

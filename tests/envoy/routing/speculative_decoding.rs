@@ -4,9 +4,9 @@
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::{BLOCK_SIZE, MODEL};
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::routing::bed::{RoutingBed, SOON, chat, engine, essay, text};
+use crate::routing::bed::{RoutingBed, chat, engine, essay, text};
 
 async fn start(speculation: &str) -> RoutingBed {
     let spec = engine(1).with(&["--speculative-decoding", speculation]);
@@ -16,7 +16,7 @@ async fn start(speculation: &str) -> RoutingBed {
 /// Sends a request. Returns the cached tokens that were predicted and those that were reported.
 async fn cached_tokens(bed: &RoutingBed, body: &Value) -> (u64, u64) {
     bed.settle().await;
-    let answer = bed.ask(body).await;
+    let answer = bed.query(body).await;
     assert_eq!(answer.mode(), "exact", "{answer:?}");
     let reported = &answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"];
     (answer.predicted().unwrap(), reported.as_u64().unwrap_or(0))
@@ -32,7 +32,7 @@ fn prompt(shared: usize, own: usize, first: usize) -> Value {
 /// Sends requests until the prediction of a cached prompt is right.
 async fn wait_for_right_prediction(bed: &RoutingBed, body: &Value) {
     let mut last = (0, 0);
-    let is_right = until(SOON, async || {
+    let is_right = until(PATIENCE, async || {
         last = cached_tokens(bed, body).await;
         last.0 == last.1 && last.0 > 0
     });
@@ -44,13 +44,13 @@ async fn wait_for_right_prediction(bed: &RoutingBed, body: &Value) {
 async fn dropped_last_block_is_learned_and_forgotten() {
     let mut bed = start("drop-last-block").await;
     let body = text(&essay(1));
-    bed.ask(&body).await.engine();
+    bed.query(&body).await.engine();
     let (predicted, reported) = cached_tokens(&bed, &body).await;
     assert_eq!(predicted, reported + BLOCK_SIZE as u64);
     wait_for_right_prediction(&bed, &body).await;
     for topic in 2..5 {
         let other = text(&essay(topic));
-        bed.ask(&other).await.engine();
+        bed.query(&other).await.engine();
         let (predicted, reported) = cached_tokens(&bed, &other).await;
         assert_eq!(predicted, reported, "topic {topic}");
         assert!(predicted > 0);
@@ -65,7 +65,7 @@ async fn dropped_last_block_is_learned_and_forgotten() {
         .args
         .retain(|arg| !["--speculative-decoding", "drop-last-block"].contains(&arg.as_str()));
     bed.restart(1).await;
-    bed.ask(&body).await.engine();
+    bed.query(&body).await.engine();
     wait_for_right_prediction(&bed, &body).await;
     let (predicted, reported) = cached_tokens(&bed, &body).await;
     assert_eq!(predicted, reported);
@@ -77,9 +77,9 @@ async fn prompts_that_diverge_after_a_block_are_exact() {
     let bed = start("lookahead").await;
     let blocks = |count: usize| (count * BLOCK_SIZE) as u64;
     // The first events show the lookahead.
-    bed.ask(&prompt(0, 40, 5000)).await.engine();
+    bed.query(&prompt(0, 40, 5000)).await.engine();
     bed.settle().await;
-    bed.ask(&prompt(10 * BLOCK_SIZE, 40, 2000)).await.engine();
+    bed.query(&prompt(10 * BLOCK_SIZE, 40, 2000)).await.engine();
     // The tenth block of both prompts is followed by different tokens.
     let diverged = prompt(10 * BLOCK_SIZE, 40, 3000);
     assert_eq!(cached_tokens(&bed, &diverged).await, (blocks(9), blocks(9)));
@@ -92,7 +92,7 @@ async fn prompts_that_diverge_after_a_block_are_exact() {
     assert_eq!(cached, (blocks(9), blocks(9)));
     // A prompt of whole blocks, made longer: its last block was stored with the first output token.
     let whole = prompt(4 * BLOCK_SIZE, 4 * BLOCK_SIZE, 6000);
-    bed.ask(&whole).await.engine();
+    bed.query(&whole).await.engine();
     assert_eq!(cached_tokens(&bed, &whole).await, (blocks(7), blocks(7)));
     let longer = prompt(4 * BLOCK_SIZE, 5 * BLOCK_SIZE, 6000);
     let (predicted, reported) = cached_tokens(&bed, &longer).await;
@@ -109,7 +109,7 @@ async fn requests_without_cache_reads_are_exact() {
     };
     let (question, prompt) = (chat(&essay(1)), text(&essay(2)));
     for body in [&question, &prompt] {
-        bed.ask(body).await.engine();
+        bed.query(body).await.engine();
         let (predicted, reported) = cached_tokens(&bed, body).await;
         assert_eq!(predicted, reported);
         assert!(predicted > 0);

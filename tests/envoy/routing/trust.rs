@@ -17,7 +17,7 @@ async fn bed(specs: &[EngineSpec], trusted: bool) -> RoutingBed {
     RoutingBed::start_with_envoy(specs, more, allow_pin_headers).await
 }
 
-async fn ask(bed: &RoutingBed, headers: SentHeaders<'_>, body: &Value) -> RoutedAnswer {
+async fn query(bed: &RoutingBed, headers: SentHeaders<'_>, body: &Value) -> RoutedAnswer {
     let request = headers
         .iter()
         .fold(bed.post(body), |request, (name, value)| {
@@ -39,7 +39,7 @@ async fn query_returns_the_choice_without_booking() {
     let question = essay(1);
     let mut request = chat(&question);
     request["return_token_ids"] = json!(true);
-    let answer = bed.ask(&request).await;
+    let answer = bed.query(&request).await;
     let warm = answer.engine();
     let reported = answer.json();
     let tokens = &reported["prompt_token_ids"];
@@ -52,7 +52,7 @@ async fn query_returns_the_choice_without_booking() {
     let before = bed.metrics().await;
     for annotation in ["query_instance_id:", "query_instance_id:decode"] {
         let query = with_nvext(&question, &json!({"annotations": ["other", annotation]}));
-        let choice = bed.ask(&query).await;
+        let choice = bed.query(&query).await;
         assert_eq!(
             (choice.status.as_u16(), choice.header("x-engine-id")),
             (200, ""),
@@ -103,7 +103,7 @@ async fn query_returns_the_choice_without_booking() {
 async fn query_names_the_workers_of_both_phases() {
     let bed = bed(&[engine_for("prefill", 11), engine_for("decode", 21)], true).await;
     let query = with_nvext("Hello", &json!({"annotations": ["query_instance_id:"]}));
-    let choice = bed.ask(&query).await.json();
+    let choice = bed.query(&query).await.json();
     let workers = json!({"decode_worker_id": 21, "decode_dp_rank": 0, "prefill_worker_id": 11, "prefill_dp_rank": 0});
     assert_eq!(choice["nvext"]["worker_id"], workers, "{choice}");
     bed.wait_idle().await;
@@ -126,7 +126,7 @@ async fn untrusted_hints_have_no_effect() {
     for turn in 0..24 {
         let mut body = text(&format!("{turn} times untrusted"));
         body["nvext"] = nvext.clone();
-        let answer = ask(&bed, &headers, &body).await;
+        let answer = query(&bed, &headers, &body).await;
         assert_eq!(
             (answer.mode(), answer.engine()),
             ("exact", answer.chosen()),

@@ -8,11 +8,11 @@ use futures_util::StreamExt as _;
 use serde_json::{Value, json};
 use warmroute_server::ext_proc::routing_headers::RoutingHeaders;
 use warmroute_testbed::envoy;
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::{FreePort, PATIENCE, until};
 
 use crate::shipped::bursts::{BurstEngine, EVENTS, PACED, begin, is_whole};
 use crate::support::deployment::{
-    PATIENCE, RoutedAnswer, TestDeployment, chat, essay, fast, with_response_headers,
+    RoutedAnswer, TestDeployment, chat, essay, fast, with_response_headers,
 };
 
 const CHATS: &str = "/v1/chat/completions";
@@ -231,13 +231,13 @@ fn forged(
 }
 
 async fn assert_forged_headers_ignored(deployment: &TestDeployment) {
-    let ask = async |number: usize| {
+    let query = async |number: usize| {
         let answer = deployment.post(CHATS, &question(100 + number)).await;
         answer.engine()
     };
     let mut homes = Vec::new();
     for number in 0..12 {
-        homes.push(ask(number).await);
+        homes.push(query(number).await);
     }
     deployment.settle().await;
     // The prompts are cached, so only forged headers could lead to another engine.
@@ -273,7 +273,7 @@ async fn assert_fallback_without_warmroute(
     );
     deployment.start_router(&way.warmroute()).await.unwrap();
     let back = until(PATIENCE, async || {
-        deployment.ask("are you back?").await.mode() == "exact"
+        deployment.query("are you back?").await.mode() == "exact"
     });
     assert!(back.await, "{}", deployment.router_log());
 }
@@ -365,8 +365,8 @@ async fn assert_behavior_without_warmroute(way: ConfigurationCase) {
     // The shipped message timeout, after which Envoy stops waiting for a frozen process.
     let config = way.envoy(&deployment, &addresses, "1s");
     deployment.start_envoy(&config).await.unwrap();
-    let ask = async || paced(&deployment).send().await.unwrap().status().as_u16();
-    assert!(until(PATIENCE, async || ask().await == 200).await);
+    let query = async || paced(&deployment).send().await.unwrap().status().as_u16();
+    assert!(until(PATIENCE, async || query().await == 200).await);
     let open = begin(paced(&deployment), &workers).await;
     deployment.router().unwrap().freeze();
     assert_eq!(
@@ -375,12 +375,12 @@ async fn assert_behavior_without_warmroute(way: ConfigurationCase) {
         "frozen during a streaming response"
     );
     assert_eq!(
-        ask().await,
+        query().await,
         way.status_without_warmroute,
         "warmroute is frozen"
     );
     deployment.router().unwrap().thaw();
-    assert!(until(PATIENCE, async || ask().await == 200).await);
+    assert!(until(PATIENCE, async || query().await == 200).await);
     assert_graceful_restart(way, deployment, &workers).await;
 }
 
@@ -429,7 +429,7 @@ async fn assert_status_without_workers(way: ConfigurationCase) {
     let envoy = way.envoy(&deployment, &addresses, "30s");
     deployment.start_envoy(&envoy).await.unwrap();
     for number in 0..6 {
-        let answered = deployment.ask(&essay(number)).await;
+        let answered = deployment.query(&essay(number)).await;
         assert_eq!(answered.status, way.status_without_workers);
         if way.file == "gateway-api" {
             assert!(answered.json()["error"]["code"].is_string(), "{answered:?}");

@@ -10,10 +10,10 @@ use futures_util::StreamExt as _;
 use futures_util::future::join_all;
 use reqwest::{RequestBuilder, StatusCode, Version};
 use serde_json::json;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::shipped::bursts::{BYTES, BurstEngine, EVENTS, PACED, piece, whole};
-use crate::support::deployment::{PATIENCE, TestDeployment, chat, essay, with_response_headers};
+use crate::support::deployment::{TestDeployment, chat, essay, with_response_headers};
 
 /// A deployment with workers whose responses are known.
 struct ProbeBed {
@@ -264,7 +264,7 @@ async fn responses_are_whole_across_warmroute_restart() {
         .start_router(&with_response_headers(json!({})))
         .await
         .unwrap();
-    let is_routed = async || !bed.ask(&essay(1)).await.mode().is_empty();
+    let is_routed = async || !bed.query(&essay(1)).await.mode().is_empty();
     assert!(until(PATIENCE, is_routed).await);
     let before = bed.probes("observed").await;
     let requests = (0..50).map(|at| bed.request(&bed.http, at).header(EVENTS, 500));
@@ -326,7 +326,7 @@ async fn local_replies_pass_the_probe() {
     }
     // All workers stop, so Envoy responds itself.
     bed.workers.clear();
-    let answer = bed.ask(&essay(1)).await;
+    let answer = bed.query(&essay(1)).await;
     assert_eq!(answer.status, 503);
     assert!(!answer.text.is_empty());
     assert!(

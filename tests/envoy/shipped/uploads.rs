@@ -4,10 +4,10 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use warmroute_testbed::deployment::MODEL;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::shipped::configurations::GATEWAY_API;
-use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast};
+use crate::support::deployment::{TestDeployment, essay, fast};
 
 const UPLOADS: u64 = 12;
 /// Bytes of each upload. All fit into Envoy's default window of a stream, 16 MiB.

@@ -12,11 +12,11 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::envoy::{self, EnvoySetup};
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::{FreePort, PATIENCE, until};
 
 use crate::shipped::bursts::BurstEngine;
 use crate::shipped::configurations::{STANDALONE, XDS};
-use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast};
+use crate::support::deployment::{TestDeployment, essay, fast};
 
 /// Returns the EDS configuration source of the cluster in the shipped file.
 fn source(config: &mut Value) -> &mut Value {
@@ -139,7 +139,7 @@ async fn assert_envoy_follows(kind: &str, aggregated: bool) {
     one.event_permits.add_permits(1_000);
     three.event_permits.add_permits(1_000);
     for number in 0..10 {
-        assert_eq!(deployment.ask(&essay(number)).await.engine(), 3);
+        assert_eq!(deployment.query(&essay(number)).await.engine(), 3);
     }
 
     assert_envoy_is_listed(&deployment, kind).await;
@@ -292,7 +292,7 @@ async fn restart_of_either_side_loses_no_worker() {
     wait_for_healthy(&deployment, &[&one]).await;
     deployment.kill9_router();
     one.event_permits.add_permits(1_000);
-    assert_eq!(deployment.ask(&essay(1)).await.status, 200);
+    assert_eq!(deployment.query(&essay(1)).await.status, 200);
     list_workers(&deployment, &[&one, &two]);
     deployment.start_router(&XDS.warmroute()).await.unwrap();
     wait_for_healthy(&deployment, &[&one, &two]).await;
@@ -361,7 +361,7 @@ async fn rejecting_client_is_shown_and_blocks_nothing() {
         .await
         .unwrap();
     let (request_tx, request_rx) = mpsc::channel(8);
-    let ask = |nonce: &str, refusal: Option<&str>| DiscoveryRequest {
+    let discovery_request = |nonce: &str, refusal: Option<&str>| DiscoveryRequest {
         node: Some(Node {
             id: "contrary".to_owned(),
             ..Node::default()
@@ -374,7 +374,7 @@ async fn rejecting_client_is_shown_and_blocks_nothing() {
         }),
         ..DiscoveryRequest::default()
     };
-    request_tx.send(ask("", None)).await.unwrap();
+    request_tx.send(discovery_request("", None)).await.unwrap();
     let mut answers = client
         .stream_endpoints(ReceiverStream::new(request_rx))
         .await
@@ -383,7 +383,7 @@ async fn rejecting_client_is_shown_and_blocks_nothing() {
     let first = answers.message().await.unwrap().unwrap();
     assert_eq!(first.resources.len(), 1);
     request_tx
-        .send(ask(&first.nonce, Some("rejected")))
+        .send(discovery_request(&first.nonce, Some("rejected")))
         .await
         .unwrap();
     let shown =
@@ -391,7 +391,7 @@ async fn rejecting_client_is_shown_and_blocks_nothing() {
     assert!(until(PATIENCE, shown).await);
     let unknown_type = DiscoveryRequest {
         type_url: "type.googleapis.com/nonsense".to_owned(),
-        ..ask("77", None)
+        ..discovery_request("77", None)
     };
     request_tx.send(unknown_type).await.unwrap();
     // The client does not acknowledge the update, and the new worker is used nevertheless.

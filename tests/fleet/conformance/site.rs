@@ -2,7 +2,6 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::process::Command;
-use std::time::Duration;
 
 use axum::Router;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
@@ -18,42 +17,26 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::envoy::{self, EnvoySetup};
-use warmroute_testbed::ports::FreePort;
+use warmroute_testbed::ports::{FreePort, PATIENCE};
 
-use crate::support::api_server::{ApiServer, TOKEN};
+use crate::kubernetes;
+use crate::support::api_server::ApiServer;
 use crate::support::clients;
 use crate::support::local_server::LocalServer;
 
-/// Timeout of waits, far longer than any step takes.
-pub(crate) const SOON: Duration = Duration::from_secs(60);
 /// Service name that the probes of the fixture query.
 pub(crate) const PROBED: &str = "inference-extension";
 pub(crate) const POOL: &str = "primary-inference-pool";
 const NAMESPACE: &str = "inference";
 
 pub(crate) fn pool(ports: &[u16]) -> Value {
-    let ports: Vec<Value> = ports.iter().map(|port| json!({"number": port})).collect();
-    json!({
-        "apiVersion": "inference.networking.k8s.io/v1", "kind": "InferencePool",
-        "metadata": {"name": POOL, "namespace": NAMESPACE, "uid": "uid-of-the-pool"},
-        "spec": {
-            "selector": {"matchLabels": {"app": "primary"}}, "targetPorts": ports,
-            "endpointPickerRef": {"name": "primary-endpoint-picker-svc", "port": {"number": 9002}},
-        },
-    })
+    kubernetes::pool(POOL, &json!({"app": "primary"}), ports)
 }
 
-pub(crate) fn pod(name: &str, address: Ipv4Addr, app: &str, ready: bool) -> Value {
-    let ready = if ready { "True" } else { "False" };
-    json!({
-        "apiVersion": "v1", "kind": "Pod",
-        "metadata": {"name": name, "namespace": NAMESPACE, "uid": format!("uid-of-{name}"), "labels": {"app": app}},
-        "spec": {"nodeName": "node-1", "containers": [{"name": "echoserver"}]},
-        "status": {
-            "phase": "Running", "podIP": address, "podIPs": [{"ip": address}],
-            "conditions": [{"type": "Ready", "status": ready}],
-        },
-    })
+pub(crate) fn pod(name: &str, address: Ipv4Addr, app: &str, is_ready: bool) -> Value {
+    let mut pod = kubernetes::pod(name, &address.to_string(), &json!({"app": app}));
+    kubernetes::set_ready(&mut pod, is_ready);
+    pod
 }
 
 /// warmroute, started as the fixture starts its endpoint picker.
@@ -70,7 +53,7 @@ impl EndpointPicker {
     /// namespace than the flags.
     pub(crate) fn start(server: &ApiServer, extra_flags: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let mut kubeconfig = server.kubeconfig(TOKEN);
+        let mut kubeconfig = server.kubeconfig();
         kubeconfig["contexts"][0]["context"]["namespace"] = json!("another");
         let file = dir.path().join("kubeconfig");
         std::fs::write(&file, kubeconfig.to_string()).unwrap();
@@ -188,7 +171,7 @@ async fn echo(address: SocketAddr, headers: HeaderMap) -> impl IntoResponse {
     let destination = headers
         .get("x-gateway-destination-endpoint")
         .map(|value| value.to_str().unwrap().to_owned());
-    let report = json!({"address": address, "destination": destination, "asked": requested.map(|(_, value)| value)});
+    let report = json!({"address": address, "destination": destination, "requested": requested.map(|(_, value)| value)});
     (answer, axum::Json(report))
 }
 
@@ -245,7 +228,7 @@ impl ConformanceGateway {
             .await
             .unwrap();
         let http = warmroute_runtime::tls::http_client_builder()
-            .timeout(SOON)
+            .timeout(PATIENCE)
             .build()
             .unwrap();
         Self {
@@ -258,7 +241,7 @@ impl ConformanceGateway {
 
     /// Sends a request as the conformance tests do, optionally with their header that names
     /// endpoints.
-    pub(crate) async fn ask(&self, selection: Option<&str>) -> GatewayAnswer {
+    pub(crate) async fn query(&self, selection: Option<&str>) -> GatewayAnswer {
         let body = json!({"model": "conformance-fake-model", "prompt": "Write as if you were a critic: San Francisco"});
         self.answer(self.http.post(&self.url).json(&body), selection)
             .await
@@ -298,14 +281,14 @@ impl ConformanceGateway {
                     )
                     .await
                 }
-                _ => self.ask(selection).await,
+                _ => self.query(selection).await,
             };
             assert_eq!(answer.status, 200, "{selection:?}: {answer:?}");
             assert!(
                 allowed.contains(&&*answer.served),
                 "{selection:?}: {answer:?}"
             );
-            for report in ["address", "destination", "asked"] {
+            for report in ["address", "destination", "requested"] {
                 assert_eq!(
                     answer.backend[report], answer.served,
                     "{report}, {selection:?}: {answer:?}"

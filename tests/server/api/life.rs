@@ -7,8 +7,9 @@ use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request};
 use warmroute_server::proto::router as pb;
+use warmroute_testbed::ports::PATIENCE;
 
-use crate::api::site::{ApiSite, PATIENCE, attempt, book, rank, tokens, worker};
+use crate::api::site::{ApiSite, attempt, book, rank, tokens, worker};
 
 #[tokio::test]
 async fn request_passes_its_whole_lifecycle() {

@@ -9,12 +9,10 @@ use tonic::transport::Channel;
 use warmroute_server::proto::router as pb;
 use warmroute_server::proto::router::router_client::RouterClient;
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 use zeromq::{PubSocket, Socket, SocketSend};
 
 use crate::site::{ServerSite, replace_file};
-
-pub(crate) use crate::site::PATIENCE;
 
 /// A running server with a client.
 pub(crate) struct ApiSite {

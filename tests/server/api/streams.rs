@@ -15,8 +15,9 @@ use warmroute_core::index::{KvEvent, Overlaps, PrefixIndex, RankWriter};
 use warmroute_core::worker::{BlockSize, RankSlot};
 use warmroute_server::proto::router as pb;
 use warmroute_server::proto::router::dump_events_response::Kind;
+use warmroute_testbed::ports::PATIENCE;
 
-use crate::api::site::{ApiSite, PATIENCE, StubEngine, rank, tokens, worker};
+use crate::api::site::{ApiSite, StubEngine, rank, tokens, worker};
 
 /// Returns the number of device blocks of a worker, as the service reports it.
 async fn device(site: &ApiSite, count: u32, worker_id: u64) -> u64 {

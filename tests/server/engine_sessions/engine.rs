@@ -4,7 +4,6 @@
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::extract::{Path as UrlPath, State};
 use axum::http::{HeaderMap, StatusCode};
@@ -13,10 +12,9 @@ use axum::routing::post;
 use axum::{Json, Router as Routes};
 use serde_json::{Value, json};
 use tokio::sync::watch;
+use warmroute_testbed::ports::PATIENCE;
 
 use crate::support::local_server::LocalServer;
-
-const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Behaviour of an engine.
 #[derive(Clone, Copy, PartialEq)]
@@ -109,7 +107,7 @@ impl SessionEngine {
     pub(crate) async fn received_calls(&self, count: usize) -> Vec<(String, Value)> {
         let mut state = self.state.subscribe();
         let received_calls =
-            tokio::time::timeout(DEADLINE, state.wait_for(|state| state.calls.len() >= count))
+            tokio::time::timeout(PATIENCE, state.wait_for(|state| state.calls.len() >= count))
                 .await;
         assert!(
             received_calls.is_ok(),

@@ -95,7 +95,7 @@ async fn requests_wait_until_session_is_open() {
     let second = stack.send(&[("x-session-id", "s")], BODY);
     let mut waiting = stack.waiting.subscribe();
     let both = waiting.wait_for(|count| *count == 2);
-    assert!(tokio::time::timeout(DEADLINE, both).await.is_ok());
+    assert!(tokio::time::timeout(PATIENCE, both).await.is_ok());
     // A request without a session does not wait.
     stack.send(&[], BODY).await.unwrap();
     assert!(
@@ -114,7 +114,7 @@ async fn requests_are_sent_when_opening_exceeds_its_deadline() {
     let engine = SessionEngine::start(EngineBehaviour::Never).await;
     let stack = SessionStack::start(&engine, json!({"timeout": "300ms"}), &json!({})).await;
     let began = Instant::now();
-    tokio::time::timeout(DEADLINE, stack.send(&[("x-session-id", "s")], BODY))
+    tokio::time::timeout(PATIENCE, stack.send(&[("x-session-id", "s")], BODY))
         .await
         .unwrap()
         .unwrap();

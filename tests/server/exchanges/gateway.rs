@@ -1,5 +1,5 @@
-//! Properties of a gateway besides its messages: the authority of its calls selects the pool, and
-//! response headers identify the source of a 503.
+//! Properties of a gateway besides its messages: response headers identify the source of a 503, and
+//! replies may stay unread.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,11 +15,10 @@ use tokio::time::timeout;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::Streaming;
 use tonic::transport::Channel;
+use warmroute_testbed::ports::PATIENCE;
 
-use crate::exchanges::site::{ExchangeSite, PATIENCE};
+use crate::exchanges::site::ExchangeSite;
 use crate::exchanges::wire;
-
-const ENDPOINT: &str = "x-gateway-destination-endpoint";
 
 /// One exchange of a gateway.
 struct GatewayExchange {
@@ -28,8 +27,8 @@ struct GatewayExchange {
 }
 
 impl GatewayExchange {
-    /// Sends a request without a body. Returns the exchange and the endpoint of its route.
-    async fn start(mut gateway: ExternalProcessorClient<Channel>) -> (Self, String) {
+    /// Sends a request without a body, and asserts that it is routed.
+    async fn start(mut gateway: ExternalProcessorClient<Channel>) -> Self {
         let (sender, receiver) = mpsc::unbounded_channel();
         let headers = json!({":method": "POST", ":path": "/v1/completions"});
         sender
@@ -44,11 +43,9 @@ impl GatewayExchange {
             .into_inner();
         let mut call = Self { sender, replies };
         let reply = call.reply().await;
-        let endpoint = reply["dynamic_metadata"]["envoy.lb"][ENDPOINT].as_str();
-        let endpoint = endpoint
-            .unwrap_or_else(|| panic!("no route: {reply}"))
-            .to_owned();
-        (call, endpoint)
+        let endpoint = &reply["dynamic_metadata"]["envoy.lb"]["x-gateway-destination-endpoint"];
+        assert!(endpoint.is_string(), "no route: {reply}");
+        call
     }
 
     async fn reply(&mut self) -> Value {
@@ -68,81 +65,25 @@ impl GatewayExchange {
     }
 }
 
-fn workers(pools: &[&str]) -> Value {
-    let worker = |(number, pool): (usize, &&str)| {
-        let endpoint = format!("192.168.1.{}:8000", number + 1);
-        json!({"id": number + 1, "endpoint": endpoint, "taints": [format!("pool={pool}")]})
-    };
-    pools.iter().enumerate().map(worker).collect()
-}
-
-fn configuration(workers: &Value) -> Value {
+/// Returns a configuration with this number of workers.
+fn configuration(workers: u32) -> Value {
+    let worker = |id| json!({"id": id, "endpoint": format!("192.168.1.{id}:8000")});
     json!({
         "models": [{"name": "m", "block_size": 16}],
-        "workers": {"list": workers},
+        "workers": {"list": (1..=workers).map(worker).collect::<Vec<_>>()},
         "engines": {"parity_check": {"enabled": false}, "discovery": {"enabled": false}},
     })
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn authority_confines_requests_to_their_pool() {
-    let mut written = configuration(&workers(&["a", "b", "a", "b"]));
-    written["routing"]["pool_routes"] =
-        json!({"authorities": {"warmroute-a.inference": "a", "warmroute-b.inference": "b"}});
-    let site = ExchangeSite::start(&written).await;
-    for (authority, pool) in [
-        (
-            "warmroute-a.inference.svc:9002",
-            ["192.168.1.1:8000", "192.168.1.3:8000"],
-        ),
-        (
-            "warmroute-b.inference.svc.cluster.local:9002",
-            ["192.168.1.2:8000", "192.168.1.4:8000"],
-        ),
-    ] {
-        let gateway = site.gateway_with(authority).await;
-        let mut open = Vec::new();
-        for _ in 0..20 {
-            let (call, endpoint) = GatewayExchange::start(gateway.clone()).await;
-            assert!(pool.contains(&&*endpoint), "{authority}: {endpoint}");
-            // Open requests count as load, so that all workers of the pool are chosen in turn.
-            open.push((call, endpoint));
-        }
-        assert!(
-            pool.iter()
-                .all(|worker| open.iter().any(|(_, endpoint)| endpoint == worker)),
-            "{authority}"
-        );
-    }
-    let mut seen = Vec::new();
-    for _ in 0..20 {
-        seen.push(GatewayExchange::start(site.gateway.clone()).await);
-    }
-    for pool in [
-        ["192.168.1.1:8000", "192.168.1.3:8000"],
-        ["192.168.1.2:8000", "192.168.1.4:8000"],
-    ] {
-        assert!(
-            seen.iter().any(|(_, endpoint)| pool.contains(&&**endpoint)),
-            "an authority without a pool reaches any worker"
-        );
-    }
-    drop(seen);
-    site.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unmarked_503_ejects_no_worker() {
-    let mut written = configuration(&workers(&["a", "a", "a", "a"]));
+    let mut written = configuration(4);
     written["routing"]["overload"] = json!({"backoff": "1ms"});
     let site = ExchangeSite::start(&written).await;
     let unmarked = json!({":status": "503", "content-type": "text/plain"});
     let respond = async |headers: &Value| {
-        GatewayExchange::start(site.gateway.clone())
-            .await
-            .0
-            .respond(headers)
-            .await
+        let exchange = GatewayExchange::start(site.gateway.clone()).await;
+        exchange.respond(headers).await
     };
     let out = async || {
         let page = site.page("metrics").await;
@@ -208,7 +149,7 @@ async fn start_endless_upload(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unread_replies_do_not_stop_other_streams() {
-    let mut written = configuration(&workers(&["a"]));
+    let mut written = configuration(1);
     written["requests"]["limits"]["max_body_size"] = json!("64KiB");
     let site = ExchangeSite::start(&written).await;
     let window = PIECE as u32;

@@ -10,10 +10,11 @@ use tokio::time::{Instant, timeout, timeout_at};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::metadata::{MetadataKey, MetadataValue};
 use tonic::{Request, Streaming};
+use warmroute_testbed::ports::PATIENCE;
 
 use crate::exchanges::compare::differences;
 use crate::exchanges::script::{ExchangeScript, ReturnedBody, ScriptStep, SendStep, StreamEnd};
-use crate::exchanges::site::{ExchangeSite, PATIENCE};
+use crate::exchanges::site::ExchangeSite;
 use crate::exchanges::wire;
 
 /// Time to wait for unexpected replies. Later ones are found at the end of the stream.

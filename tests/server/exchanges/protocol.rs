@@ -19,9 +19,10 @@ use tokio::time::timeout;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::codec::CompressionEncoding;
 use tonic::transport::Channel;
+use warmroute_testbed::ports::PATIENCE;
 
 use crate::exchanges::raw::{self, CallEnd, frame};
-use crate::exchanges::site::{ExchangeSite, PATIENCE};
+use crate::exchanges::site::ExchangeSite;
 use crate::exchanges::wire;
 
 fn configuration() -> Value {

@@ -9,11 +9,9 @@ use tokio::time::{Instant, sleep};
 use tonic::transport::Channel;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
+use warmroute_testbed::ports::PATIENCE;
 
 use crate::site::{ServerSite, replace_file};
-
-/// Timeout of waits, far longer than any step takes.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A running server.
 pub(crate) struct ExchangeSite {
@@ -68,14 +66,6 @@ impl ExchangeSite {
         }
         site.until("debug/fleet", |page| page.is_object()).await;
         site
-    }
-
-    /// Returns a gateway client whose calls have this authority.
-    pub(crate) async fn gateway_with(&self, authority: &str) -> ExternalProcessorClient<Channel> {
-        let endpoint = self
-            .endpoint()
-            .origin(format!("http://{authority}").parse().unwrap());
-        ExternalProcessorClient::new(endpoint.connect().await.unwrap())
     }
 
     /// Returns a gateway client on a connection with these receive windows, in bytes.

@@ -2,18 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
-use std::time::Duration;
 
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use warmroute_testbed::deployment::MODEL;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use super::{captured_chat, explained, write};
 use crate::support::deployment::{RoutedAnswer, TestDeployment, fast};
 
-const PATIENCE: Duration = Duration::from_secs(60);
 const CHAT: &str = "/v1/chat/completions";
 /// Engine that responds with 503.
 const REFUSING: u64 = 8;
@@ -90,7 +88,7 @@ impl ExplainDeployment {
                 let words = format!("Number {at} for {id}: ").repeat(20);
                 let body =
                     json!({"model": MODEL, "messages": [{"role": "user", "content": words}]});
-                let sending = self.pinned(id, &body).timeout(PATIENCE * 10).send();
+                let sending = self.pinned(id, &body).timeout(PATIENCE * 4).send();
                 held.push(tokio::spawn(async move { drop(sending.await) }));
             }
         }

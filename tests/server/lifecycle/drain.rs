@@ -7,9 +7,9 @@ use tonic::transport::Channel;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus::{self, NotServing, Serving};
 use tonic_health::pb::health_client::HealthClient;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::support::process::{SOON, WarmrouteProcess};
+use crate::support::process::WarmrouteProcess;
 
 /// Health services that depend on readiness.
 const READY: [&str; 5] = [
@@ -28,7 +28,7 @@ async fn assert_health(process: &WarmrouteProcess, port: u16, name: &str, expect
 /// Waits until a health service is serving.
 async fn wait_serving(process: &WarmrouteProcess, port: u16, name: &str) {
     let is_serving = async || matches!(process.health(port, name).await, Ok(Some(Serving)));
-    assert!(until(SOON, is_serving).await, "{}", process.log());
+    assert!(until(PATIENCE, is_serving).await, "{}", process.log());
 }
 
 fn assert_deadline_exceeded(process: &WarmrouteProcess, expected: bool) {
@@ -85,7 +85,7 @@ async fn health_port_opens_first() {
             }
         }
     };
-    tokio::time::timeout(SOON, next)
+    tokio::time::timeout(PATIENCE, next)
         .await
         .expect("the watch received no update");
 }
@@ -132,7 +132,7 @@ async fn sigterm_ends_health_but_serves_until_grace_ends() {
         .unwrap();
     let refused = async || process.health(process.grpc, "").await.is_err();
     assert!(
-        until(SOON, refused).await,
+        until(PATIENCE, refused).await,
         "still accepting:\n{}",
         process.log()
     );
@@ -163,7 +163,7 @@ async fn draining_process_serves_until_successor_has_loaded() {
     let signalled = Instant::now();
     process.terminate();
     let after_grace = async || signalled.elapsed() > Duration::from_secs(2);
-    assert!(until(SOON, after_grace).await);
+    assert!(until(PATIENCE, after_grace).await);
     let (mut fresh, _) = process.open(process.channel(process.grpc).await, "m").await;
     fresh.assert_reply().await;
     drop(fresh);

@@ -2,9 +2,9 @@
 //! extension.
 
 use serde_json::json;
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::FreePort;
 
-use crate::support::process::{SOON, WarmrouteProcess};
+use crate::support::process::WarmrouteProcess;
 use tonic_health::pb::health_check_response::ServingStatus::Serving;
 
 #[tokio::test]
@@ -68,26 +68,4 @@ async fn flags_override_the_file() {
     let shown = process.config_page().await;
     assert_eq!(shown["config"]["process"]["log"]["level"], "debug");
     assert_eq!(shown["needs_restart"], json!([]));
-}
-
-#[tokio::test]
-async fn secure_serving_encrypts_only_ext_proc_port() {
-    let process = WarmrouteProcess::start(json!({}), &["--secure-serving"]).await;
-    assert_eq!(
-        process.health(process.health, "readiness").await.unwrap(),
-        Some(Serving)
-    );
-    // The plaintext request is not a TLS handshake, so the server rejects it.
-    assert!(process.health(process.grpc, "readiness").await.is_err());
-    let tls = async || {
-        process
-            .metric("tls_handshakes_total{listener=\"ext_proc\",outcome=\"failed\"}")
-            .await
-            >= 1.0
-    };
-    assert!(until(SOON, tls).await);
-    assert_eq!(
-        process.config_page().await["config"]["listeners"]["ext_proc"]["tls"]["self_signed"],
-        true
-    );
 }

@@ -8,9 +8,9 @@ use axum::{Json, Router};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
-use crate::support::process::{SOON, WarmrouteProcess};
+use crate::support::process::WarmrouteProcess;
 
 /// Worker that forwards its requests to the test, and sends the responses of the test.
 struct PrefillWorker {
@@ -55,7 +55,7 @@ impl PrefillWorker {
                 }
             }
         };
-        tokio::time::timeout(SOON, next)
+        tokio::time::timeout(PATIENCE, next)
             .await
             .expect("no request arrives")
     }
@@ -94,7 +94,7 @@ async fn shutdown_waits_for_detached_prefill() {
     process.terminate();
     let refused = async || process.health(process.grpc, "").await.is_err();
     assert!(
-        until(SOON, refused).await,
+        until(PATIENCE, refused).await,
         "still accepting:\n{}",
         process.log()
     );

@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::support::model_file;
-use crate::support::process::{SOON, WarmrouteProcess};
+use crate::support::process::WarmrouteProcess;
 
 const APPLIED: &str = "config_reloads_total{outcome=\"applied\"}";
 const INVALID: &str = "config_reloads_total{outcome=\"invalid\"}";
@@ -51,7 +51,7 @@ async fn sighup_applies_all_reloadable_settings_together() {
     assert_eq!(process.metric(APPLIED).await, 1.0);
     open.assert_reply().await;
     let moved = async || steered(&process, "m").await.contains("10.0.0.2:8000");
-    assert!(until(SOON, moved).await, "{}", process.log());
+    assert!(until(PATIENCE, moved).await, "{}", process.log());
     assert!(steered(&process, "n").await.contains("10.0.0.3:8000"));
     let shown = process.config_page().await;
     assert_eq!(
@@ -207,7 +207,7 @@ async fn file_change_triggers_reload_and_log_level() {
     process.wait_metric("config_generation", 2.0).await;
     let _steered = steered(&process, "m").await;
     let debugs = async || process.log().contains("DEBUG");
-    assert!(until(SOON, debugs).await, "{}", process.log());
+    assert!(until(PATIENCE, debugs).await, "{}", process.log());
     process.configure("models: [");
     process.wait_metric(INVALID, 1.0).await;
     assert_eq!(process.metric("config_generation").await, 2.0);

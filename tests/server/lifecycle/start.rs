@@ -5,23 +5,22 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
-use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::{FreePort, PATIENCE, until};
 
 use crate::support::model_file;
-use crate::support::process::{SOON, WarmrouteProcess};
+use crate::support::process::WarmrouteProcess;
 
 /// Returns the exit code and the JSON log lines of a failed start.
 async fn failed_start(more: &Value) -> (Option<i32>, Vec<Value>) {
     let process = WarmrouteProcess::spawn(more, &[]);
     assert!(
-        until(SOON, async || !process.child.is_running()).await,
+        until(PATIENCE, async || !process.child.is_running()).await,
         "still running:\n{}",
         process.log()
     );
     let status = process
         .child
-        .wait_exit(std::time::Instant::now() + SOON)
+        .wait_exit(std::time::Instant::now() + PATIENCE)
         .unwrap();
     let lines = process
         .log()
@@ -68,66 +67,57 @@ async fn failing_start_logs_its_one_cause_as_json() {
 }
 
 #[tokio::test]
-async fn occupied_port_fails_before_loading() {
+async fn occupied_address_fails_before_loading() {
     let occupied = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = occupied.local_addr().unwrap().to_string();
-    let model = json!({
-        "name": "m",
-        "tokenizer": model_file("tokenizer.json.gz"),
-        "tokenizer_config": model_file("tokenizer_config.json"),
-    });
-    for (name, section) in [
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("ext_proc.sock");
+    let _owner = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let shown = socket.display();
+    let in_use = "cannot be bound: another process listens on it";
+    for (name, option, expected) in [
         (
             "admin",
-            json!({"listeners": {"admin": {"address": address}}}),
+            json!({"address": address}),
+            format!("admin address {address} cannot be bound"),
         ),
         (
             "ext_proc",
-            json!({"listeners": {"ext_proc": {"address": address}}}),
+            json!({"address": address}),
+            format!("ext_proc address {address} cannot be bound"),
         ),
-        ("api", json!({"listeners": {"api": {"address": address}}})),
+        (
+            "api",
+            json!({"address": address}),
+            format!("api address {address} cannot be bound"),
+        ),
+        (
+            "ext_proc",
+            json!({"unix_socket": socket}),
+            format!("ext_proc socket {shown} {in_use}"),
+        ),
     ] {
-        let mut more = json!({"process": {"log": {"format": "json"}}, "models": [model]});
-        merge_config(&mut more, &section);
+        let more = json!({
+            "process": {"log": {"format": "json"}},
+            "listeners": {name: option},
+            "models": [{
+                "name": "m",
+                "tokenizer": model_file("tokenizer.json.gz"),
+                "tokenizer_config": model_file("tokenizer_config.json"),
+            }],
+        });
         let (code, lines) = failed_start(&more).await;
-        let expected = format!("cannot start: the {name} address {address} cannot be bound");
         let [first, cause] = &lines[..] else {
             panic!("{name}: {lines:#?}")
         };
         assert_eq!(first["message"], "starting warmroute", "{first}");
+        let message = cause["message"].as_str().unwrap();
         assert!(
-            cause["message"].as_str().unwrap().starts_with(&expected),
+            message.starts_with(&format!("cannot start: the {expected}")),
             "{cause}"
         );
         assert_eq!(code, Some(1));
     }
-}
-
-#[tokio::test]
-async fn unix_socket_in_use_fails_before_loading() {
-    let dir = tempfile::tempdir().unwrap();
-    let socket = dir.path().join("ext_proc.sock");
-    let _owner = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-    let more = json!({
-        "process": {"log": {"format": "json"}},
-        "listeners": {"ext_proc": {"unix_socket": socket}},
-        "models": [{
-            "name": "m",
-            "tokenizer": model_file("tokenizer.json.gz"),
-            "tokenizer_config": model_file("tokenizer_config.json"),
-        }],
-    });
-    let (code, lines) = failed_start(&more).await;
-    let [_, cause] = &lines[..] else {
-        panic!("{lines:#?}")
-    };
-    let message = cause["message"].as_str().unwrap();
-    let expected = format!(
-        "cannot start: the ext_proc socket {} cannot be bound: another process listens on it",
-        socket.display()
-    );
-    assert!(message.starts_with(&expected), "{cause}");
-    assert_eq!(code, Some(1));
 }
 
 /// Returns a command that fails at an occupied address, after its first log lines.
@@ -193,7 +183,7 @@ const DEBUG_FORMS: [&str; 4] = ["Some(", "None", "Ok(", "Err("];
 async fn log_starts_with_version_and_ends_with_uptime() {
     let process = WarmrouteProcess::start(json!({}), &[]).await;
     assert!(
-        until(SOON, async || process.log().contains(" ready after=")).await,
+        until(PATIENCE, async || process.log().contains(" ready after=")).await,
         "{}",
         process.log()
     );
@@ -259,7 +249,7 @@ async fn startup_log_distinguishes_completed_from_abandoned_steps() {
         "{workers}"
     );
     assert!(
-        until(SOON, async || process.log().contains(" ready ")).await,
+        until(PATIENCE, async || process.log().contains(" ready ")).await,
         "{}",
         process.log()
     );

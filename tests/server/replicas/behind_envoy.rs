@@ -10,11 +10,11 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::MODEL;
-use warmroute_testbed::ports::until;
+use warmroute_testbed::ports::{PATIENCE, until};
 
 use crate::replicas::NatsServer;
 use crate::support::another::SecondRouter;
-use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast, with_response_headers};
+use crate::support::deployment::{TestDeployment, essay, fast, with_response_headers};
 
 /// Total number of requests.
 const REQUESTS: usize = 20_000;
@@ -140,7 +140,7 @@ async fn requests_survive_replica_kill_start_and_nats_outage() {
         .collect();
     let reached = async |part: usize| {
         let wanted = REQUESTS * part / 10;
-        until(PATIENCE * 10, async || {
+        until(PATIENCE * 4, async || {
             answers.sent.load(Ordering::Relaxed) >= wanted
         })
         .await

@@ -4,10 +4,11 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use warmroute_testbed::ports::PATIENCE;
 
 use crate::support::clients::{client, client_of};
 use crate::support::pki::TestAuthority;
-use crate::tls::site::{PATIENCE, TlsCaller, TlsSite, dial, http, served, shown, until};
+use crate::tls::site::{TlsCaller, TlsSite, dial, http, served, shown, until};
 
 #[tokio::test]
 async fn self_signed_certificate_serves_only_tls_clients() {

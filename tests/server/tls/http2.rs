@@ -8,8 +8,9 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream, UnixStream};
 use tokio::time::timeout;
 use warmroute_testbed::merge_config;
+use warmroute_testbed::ports::PATIENCE;
 
-use crate::tls::site::{PATIENCE, TlsSite, http, until};
+use crate::tls::site::{TlsSite, http, until};
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const HEADERS: u8 = 1;

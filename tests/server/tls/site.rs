@@ -5,7 +5,6 @@ use std::net::SocketAddr;
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use rustls::ClientConfig;
 use rustls::pki_types::{CertificateDer, ServerName};
@@ -20,12 +19,10 @@ use tonic::transport::Channel;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
+use warmroute_testbed::ports::PATIENCE;
 use warmroute_testbed::{merge_config, ports};
 
 use crate::site::ServerSite;
-
-/// Timeout of waits, far longer than any step takes.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A running server.
 pub(crate) struct TlsSite(ServerSite);

@@ -552,6 +552,7 @@ mod tests {
         assert!((280..320).contains(&cold), "{cold} ms");
         assert!((5..=8).contains(&warm), "{warm} ms");
         assert!((4..=6).contains(&decode), "{decode} ms");
+        assert_eq!(TIMING.transfer(10), Duration::from_millis(2));
         assert_eq!(
             TimingModel {
                 speed: 10.0,

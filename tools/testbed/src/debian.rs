@@ -42,14 +42,6 @@ pub const DNSMASQ: DebianProgram = DebianProgram {
     ],
 };
 
-/// The Kubernetes client.
-pub const KUBECTL: DebianProgram = DebianProgram {
-    name: "kubectl",
-    variable: "KUBECTL_BIN",
-    path_in_package: "usr/bin/kubectl",
-    packages: &["kubernetes-client"],
-};
-
 /// A message broker.
 pub const NATS: DebianProgram = DebianProgram {
     name: "nats-server",

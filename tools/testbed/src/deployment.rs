@@ -14,15 +14,13 @@ use serde_json::{Value, json};
 
 use crate::child_process::ChildProcess;
 use crate::envoy::{self, EnvoySetup};
-use crate::ports::{self, FreePort, ReadyCheck};
+use crate::ports::{self, FreePort, PATIENCE, ReadyCheck};
 use crate::programs::environment;
 
 /// Model name that the simulated engines serve.
 pub const MODEL: &str = "qwen2.5";
 /// Tokens per block of the simulated engines.
 pub const BLOCK_SIZE: usize = 16;
-/// Time limit for the start of any part. On a busy machine, loading a tokenizer takes seconds.
-const START: Duration = Duration::from_secs(60);
 /// Time limit for clearing a prefix cache. It exceeds the time for which an engine holds blocks for
 /// another engine.
 const CLEAR: Duration = Duration::from_secs(30);
@@ -157,7 +155,7 @@ impl EngineProcess {
         }
         command.args(&self.spec.args);
         let child = ChildProcess::spawn(&format!("engine-{}", self.spec.id), &command, run_dir)?;
-        ports::wait_ready(ReadyCheck::Http(&self.url("/health")), START, &child).await?;
+        ports::wait_ready(ReadyCheck::Http(&self.url("/health")), PATIENCE, &child).await?;
         self.child = Some(child);
         Ok(())
     }
@@ -317,7 +315,12 @@ impl LocalDeployment {
     pub async fn start_router(&mut self, overrides: &Value) -> anyhow::Result<()> {
         self.spawn_router(overrides)?;
         let router = self.router.as_ref().context("warmroute was just started")?;
-        ports::wait_ready(ReadyCheck::Http(&self.admin_url("/readyz")), START, router).await
+        ports::wait_ready(
+            ReadyCheck::Http(&self.admin_url("/readyz")),
+            PATIENCE,
+            router,
+        )
+        .await
     }
 
     /// Starts warmroute without waiting.
@@ -368,7 +371,7 @@ impl LocalDeployment {
         let envoy = envoy::start(config, &self.run_dir, threads).await?;
         ports::wait_ready(
             ReadyCheck::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, self.port))),
-            START,
+            PATIENCE,
             &envoy,
         )
         .await?;
@@ -402,7 +405,7 @@ impl LocalDeployment {
                 .is_ok_and(|answer| answer.status().is_success())
         };
         ensure!(
-            ports::until(START, async || !ready().await).await,
+            ports::until(PATIENCE, async || !ready().await).await,
             "the old process stays ready:\n{}",
             old.log_tail()
         );

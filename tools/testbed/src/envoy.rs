@@ -6,18 +6,15 @@ use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use serde_json::{Value, json};
 
 use crate::child_process::{ChildProcess, last_lines};
-use crate::ports::{self, ReadyCheck};
+use crate::ports::{self, PATIENCE, ReadyCheck};
 
 pub use install::{EnvoyLocation, VERSION, binary, locate};
-
-/// Time limit for Envoy's start. On an idle machine, it takes a third of a second.
-const START: Duration = Duration::from_secs(30);
 
 /// Returns the directory of the shipped configurations.
 fn shipped_dir() -> PathBuf {
@@ -236,7 +233,7 @@ pub fn write_endpoints(file: &Path, endpoints: &[SocketAddr]) -> anyhow::Result<
 /// The configuration and the log stay in `run_dir`. Hot restart is disabled, so that several Envoys
 /// can run at the same time.
 pub async fn start(config: &str, run_dir: &Path, concurrency: u32) -> anyhow::Result<ChildProcess> {
-    let deadline = Instant::now() + START;
+    let deadline = Instant::now() + PATIENCE;
     let envoy = tokio::task::spawn_blocking(binary).await??;
     let file = run_dir.join("envoy.yaml");
     let admin = run_dir.join("envoy-admin");

@@ -160,6 +160,9 @@ pub async fn wait_ready(
     Ok(())
 }
 
+/// Timeout of waits, far longer than any step takes on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(180);
+
 /// Polls `condition` until it holds. Returns `false` if it does not within the time.
 pub async fn until(within: Duration, mut condition: impl AsyncFnMut() -> bool) -> bool {
     let deadline = Instant::now() + within;

@@ -52,26 +52,6 @@ fn headers(path: &str, end: bool) -> ExchangeMessage {
     }
 }
 
-fn forged_headers(path: &str) -> ExchangeMessage {
-    let header = |name: &str| HeaderValue {
-        key: name.into(),
-        value: "1".into(),
-        ..HeaderValue::default()
-    };
-    let sent = [headers::WORKER_ID, headers::MODE, "x-other"].map(header);
-    let all = Arc::new(HeaderMap {
-        headers: sent.to_vec(),
-    });
-    ExchangeMessage::RequestHeaders {
-        head: RequestHead {
-            path: path.into(),
-            headers: all,
-            ..Default::default()
-        },
-        end_of_stream: false,
-    }
-}
-
 fn body(bytes: &[u8], end: bool) -> ExchangeMessage {
     ExchangeMessage::RequestBody(BodyPiece::new(bytes.to_vec(), end))
 }
@@ -113,30 +93,6 @@ fn to_no_worker() -> RouteTarget {
 
 const ROUTE_HEADERS: &str = "x-worker-instance-id=18446744073709551615 x-dp-rank=3 \
                        x-gateway-destination-endpoint=10.0.0.1:8000 +metadata";
-
-#[test]
-fn forged_routing_headers_are_removed_or_overwritten() {
-    let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
-    let removed = "request headers -x-warmroute-mode -x-worker-instance-id";
-    assert_eq!(
-        describe(buffered.on_message(forged_headers(CHAT))),
-        [removed]
-    );
-    let mut duplex = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
-    duplex.on_message(forged_headers(CHAT));
-    duplex.on_message(body(b"", true));
-    let lines = describe(duplex.on_route(to_worker()));
-    let set = ROUTE_HEADERS.strip_suffix(" +metadata").unwrap();
-    assert_eq!(
-        lines[0],
-        format!("request headers content-length=0 {set} -x-warmroute-mode +metadata")
-    );
-    let mut passed = exchange(BodyMode::FullDuplexStreamed, BodyMode::None);
-    passed.on_message(forged_headers(CHAT));
-    passed.on_message(body(b"", true));
-    let removed = removed.replace("headers", "headers content-length=0");
-    assert_eq!(describe(passed.on_route(to_no_worker()))[0], removed);
-}
 
 /// Returns request headers with every routing hint.
 fn headers_with_hints(path: &str) -> ExchangeMessage {

@@ -143,22 +143,6 @@ fn rejected_resource_is_resent_only_after_change() {
     );
 }
 
-#[test]
-fn stale_nonce_is_ignored() {
-    let mut subscription = EndpointSubscription::default();
-    let now = assignments([1, 2, 3, 4]);
-    subscription.on_request(request("", replace(&["a"])));
-    next_update(&mut subscription, &now, false);
-    for nonce in ["0", "2", "x"] {
-        assert_eq!(
-            subscription.on_request(request(nonce, replace(&["b"]))),
-            AckOutcome::Stale
-        );
-    }
-    assert!(!subscription.is_synced(&now));
-    assert_eq!(subscription.names().collect::<Vec<_>>(), ["a"]);
-}
-
 /// Envoy repeats the query when it has recreated the cluster, which waits for its endpoints.
 #[test]
 fn repeated_query_is_answered_again() {
