@@ -103,13 +103,46 @@ impl SettingsError {
         }
     }
 
-    /// Returns a hint for a frequent mistake.
+    /// Returns a hint for a removed key, or for a frequent mistake.
     fn hint_for_key(&self, key: &str) -> Option<&'static str> {
         let section = self.name.split('[').next().unwrap_or_default();
         match (section, key) {
             ("", "metrics") => Some("`listeners.admin` serves the metrics at /metrics"),
+            ("workers", "file_watch")
+            | ("reload", "poll_interval" | "debounce")
+            | ("remote_tokenizer", "hedge_delay" | "max_consecutive_failures" | "cooldown")
+            | ("load", "max_scrapes_per_second" | "timeout")
+            | ("parity_check", "event_delay")
+            | ("api", "max_bookings" | "max_prompt_blocks" | "max_booked_blocks")
+            | ("sessions", "max_id_length")
+            | ("replicas", "batch_interval")
+            | ("shared_cache", "max_response_size" | "max_concurrency")
+            | ("remote", "hedge_delay" | "max_concurrency")
+            | ("kubernetes", "labels")
+            | ("warm_start", "max_snapshot_age")
+            | ("outlier_detection", "base_ejection_time" | "max_ejection_time") => {
+                Some("it was removed, and its default applies")
+            }
+            ("classes", "prefill_busy_threshold" | "prefill_busy_threshold_frac") => {
+                Some("it was removed, and that of the queue applies")
+            }
+            ("" | "list" | "worker", "block_size") => {
+                Some("it was removed, and that of the model applies")
+            }
+            ("limits", "max_concurrent_streams") => {
+                Some("it was removed; `max_streams` limits the streams of all connections")
+            }
+            ("header_names", "data_parallel_rank") => {
+                Some("it was removed; `dp_rank` names the header of the rank")
+            }
             ("worker", "data_parallel_size") => Some("write `data_parallel: {size: ..}`"),
             ("worker", "bootstrap_port") => Some("write `bootstrap: {port: ..}`"),
+            ("image", "patch_size" | "merge_size" | "min_pixels" | "max_pixels") => {
+                Some("it was removed; `preprocessor_config` names the file that has it")
+            }
+            ("image" | "audio" | "video", "token_count") => {
+                Some("it was removed; write `tokens_per_item`, or `preprocessor_config` for images")
+            }
             _ => None,
         }
     }
