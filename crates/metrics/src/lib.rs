@@ -48,7 +48,7 @@ macro_rules! metrics {
     (
         $(#[doc = $summary:literal])+
         $subsystem:ident {
-            $( $(#[doc = $help:literal])+ $name:literal $field:ident: $type:ty = $make:expr; )+
+            $( $(#[doc = $help:literal])+ $name:literal $field:ident: $type:ty $(= $initial:expr)?; )+
         }
     ) => {
         $(#[doc = $summary])+
@@ -71,7 +71,7 @@ macro_rules! metrics {
 
             /// Creates the metrics at zero and registers them.
             pub(crate) fn register(registry: &mut Registry) -> Self {
-                $( let $field: $type = $make; )+
+                $( let $field: $type = initial_value!($($initial)?); )+
                 $( registry.register($name, concat!($($help),+).trim(), $field.clone()); )+
                 Self { $($field),+ }
             }
@@ -79,6 +79,17 @@ macro_rules! metrics {
     };
 }
 use metrics;
+
+/// Returns the initial value of a metric, which is the default of its type if none is given.
+macro_rules! initial_value {
+    () => {
+        Default::default()
+    };
+    ($initial:expr) => {
+        $initial
+    };
+}
+use initial_value;
 
 /// Defines [`Metrics`] from its subsystems, in the order of the reference.
 macro_rules! subsystems {
