@@ -87,7 +87,8 @@ impl AdminClient {
             ""
         };
         anyhow!(
-            "{}: {text}; check that warmroute is running and that --admin is its listeners.admin.address{certificate}",
+            "{}: {text}; check that warmroute is running and that --admin is its \
+            listeners.admin.address{certificate}",
             self.admin
         )
     }
@@ -135,7 +136,8 @@ impl AdminClient {
             ""
         };
         anyhow!(
-            "{} is not the admin address of warmroute{owner}; it is configured as listeners.admin.address",
+            "{} is not the admin address of warmroute{owner}; it is configured as \
+            listeners.admin.address",
             self.admin
         )
     }

@@ -171,10 +171,12 @@ async fn in_cluster() -> Result<ApiConnection, String> {
 fn describe_in_cluster(error: &InClusterError) -> String {
     let mount = "set `automountServiceAccountToken: true` in the pod and in its ServiceAccount";
     match error {
-        InClusterError::ReadEnvironmentVariable(_) => "there is neither a kubeconfig nor a pod's environment \
-             (KUBERNETES_SERVICE_HOST is not set): run warmroute in a pod, or set `workers.kubernetes.kubeconfig`"
+        InClusterError::ReadEnvironmentVariable(_) => "there is neither a kubeconfig nor a pod's \
+            environment (KUBERNETES_SERVICE_HOST is not set): run warmroute in a pod, or set \
+            `workers.kubernetes.kubeconfig`"
             .to_owned(),
-        InClusterError::ReadDefaultNamespace(cause) | InClusterError::ReadCertificateBundle(cause) => {
+        InClusterError::ReadDefaultNamespace(cause)
+        | InClusterError::ReadCertificateBundle(cause) => {
             format!("no service account is mounted at {SERVICE_ACCOUNT} ({cause}): {mount}")
         }
         InClusterError::ParseCertificates(cause) => {

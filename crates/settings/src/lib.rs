@@ -189,7 +189,8 @@ impl SettingsDocument {
             return Err(vec![ConfigError::of_file(&self.path, text)]);
         }
         if let Some(position) = self.tree.position_of_key("apiVersion") {
-            let text = "this is a Kubernetes manifest, not a settings file; pass the text inside its `data`";
+            let text = "this is a Kubernetes manifest, not a settings file; pass the text inside \
+                its `data`";
             return Err(vec![ConfigError::at(&self.path, position, text)]);
         }
         let directory = self.directory();

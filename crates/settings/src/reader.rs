@@ -21,8 +21,8 @@ const MAX_ERRORS: usize = 100;
 const PATH_EXPECTATION: &str = "path string";
 
 /// Error for a path that cannot be text.
-const NOT_UTF8: &str = "it is relative to the directory of this file, whose path is not valid UTF-8; \
-    rename that directory, or write an absolute path";
+const NOT_UTF8: &str = "it is relative to the directory of this file, whose path is not valid \
+    UTF-8; rename that directory, or write an absolute path";
 
 /// Path from the root to a value, as indices of map entries and list elements.
 pub(super) type ValuePath = Vec<usize>;

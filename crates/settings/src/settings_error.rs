@@ -167,7 +167,8 @@ impl de::Error for SettingsError {
             && let Unexpected::Unsigned(port) = found
         {
             return Self::new(SettingsErrorKind::WrongType(format!(
-                "must be an address and a port, not {port}; write 127.0.0.1:{port}, or 0.0.0.0:{port} for all addresses"
+                "must be an address and a port, not {port}; write 127.0.0.1:{port}, or \
+                0.0.0.0:{port} for all addresses"
             )));
         }
         let is_quoted = matches!(found, Unexpected::Str(text) if is_quoted_value(text, &expected));

@@ -168,7 +168,8 @@ fn resolve(reference: &str, variable: &dyn Fn(&str) -> Option<String>) -> Result
         .or_else(|| default.map(str::to_owned))
         .ok_or_else(|| {
             format!(
-                "the environment variable {name} is not set; set it, or write a default: ${{{name}:-value}}"
+                "the environment variable {name} is not set; set it, or write a default: \
+                ${{{name}:-value}}"
             )
         })
 }

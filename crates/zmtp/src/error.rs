@@ -31,7 +31,8 @@ pub enum ZmtpError {
     Closed,
     /// The peer closed the connection before the handshake was complete.
     #[error(
-        "the peer closed the connection during the ZMTP handshake: it may require a security mechanism other than NULL, or be another kind of socket"
+        "the peer closed the connection during the ZMTP handshake: it may require a security \
+        mechanism other than NULL, or be another kind of socket"
     )]
     ClosedInHandshake,
     /// The peer neither sent nor accepted data.

@@ -232,7 +232,8 @@ impl DisaggregationConfig {
             }
         }
         if rule.policy.needs_busy_threshold() && rule.prefill_busy_threshold.is_none() {
-            let text = "is required by this policy; set the share of a prefill worker's batch size, 1.0 for one full step";
+            let text = "is required by this policy; set the share of a prefill worker's batch \
+                size, 1.0 for one full step";
             return Err(("prefill_busy_threshold", text.to_owned()));
         }
         Ok(())

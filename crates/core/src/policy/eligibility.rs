@@ -250,7 +250,8 @@ fn sum_preferred_taints(constraints: &Constraints, worker: &Worker) -> f64 {
 /// The prefill worker requires a decode worker in its topology domain but does not report its own.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the prefill worker {worker} requires a decode worker in its own {domain}, but does not report its own topology"
+    "the prefill worker {worker} requires a decode worker in its own {domain}, but does not report \
+    its own topology"
 )]
 pub struct MissingTopologyError {
     /// Prefill worker.

@@ -150,7 +150,8 @@ fn judge_bypass(site: &FilterSite<'_>, samples: &CounterSamples) -> CheckVerdict
             )
         });
     let since_start = format!(
-        "since its start{start} Envoy served {total}{share} after a failure of their ext_proc stream"
+        "since its start{start} Envoy served {total}{share} after a failure of their ext_proc \
+        stream"
     );
     if growth == 0 {
         return note(format!("no request bypasses warmroute now; {since_start}"));

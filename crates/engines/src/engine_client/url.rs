@@ -52,7 +52,10 @@ impl FromStr for EngineUrl {
             .ok()
             .filter(|url| ["http", "https"].contains(&url.scheme()) && url.has_host());
         url.map(Self).ok_or_else(|| {
-            format!("`{text}` is not an http:// or https:// address; write for example http://10.0.0.7:8000")
+            format!(
+                "`{text}` is not an http:// or https:// address; write for example \
+                http://10.0.0.7:8000"
+            )
         })
     }
 }

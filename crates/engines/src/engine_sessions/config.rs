@@ -59,8 +59,8 @@ impl EngineSessionsConfig {
         }
         if let Some(idle) = self.idle_timeout.filter(|idle| *idle < ttl) {
             let text = format!(
-                "{idle} is less than `sessions.ttl` ({ttl}), so engines would close sessions that are still in use; \
-                 give at least as much, or leave it out"
+                "{idle} is less than `sessions.ttl` ({ttl}), so engines would close sessions that \
+                are still in use; give at least as much, or leave it out"
             );
             problems.push(Problem::of("idle_timeout", text));
         }

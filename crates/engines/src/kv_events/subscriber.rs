@@ -137,7 +137,8 @@ pub async fn run(
 #[derive(Debug, thiserror::Error)]
 pub(super) enum DetachError {
     #[error(
-        "the engine published events that did not arrive: the connection is dead, or the topic {0:?} is wrong"
+        "the engine published events that did not arrive: the connection is dead, or the topic \
+        {0:?} is wrong"
     )]
     MissedEvents(String),
     #[error("requests succeeded, but their events did not arrive")]

@@ -83,7 +83,8 @@ impl ClientFiles<'_> {
             if !file.is_file() {
                 problems.push(Problem::of(key, describe_missing_file(file)));
             } else if !encrypted {
-                let text = "no address uses https://, so this file would not be used; remove it or write https://";
+                let text = "no address uses https://, so this file would not be used; remove it or \
+                    write https://";
                 problems.push(Problem::of(key, text));
             }
         }

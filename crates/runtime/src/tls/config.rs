@@ -104,12 +104,13 @@ impl TlsConfig {
                 "there is no certificate for it; name its file as `cert`",
             )),
             (None, None, None, false) => {
-                let text = "no certificate is configured; set `cert` and `key`, `cert_dir`, or `self_signed: true`";
+                let text = "no certificate is configured; set `cert` and `key`, `cert_dir`, or \
+                    `self_signed: true`";
                 Err(Problem::at([], text))
             }
             _ => {
-                let text = "the certificate is given in several ways; keep one of `cert` with `key`, `cert_dir` and \
-                            `self_signed`";
+                let text = "the certificate is given in several ways; keep one of `cert` with \
+                    `key`, `cert_dir` and `self_signed`";
                 Err(Problem::at([], text))
             }
         }
@@ -145,7 +146,8 @@ impl ListenerExposure<'_> {
             return None;
         }
         let text = format!(
-            "{} is reachable from other hosts, and any caller could {}; set `tls.client_ca`, listen on 127.0.0.1, or set `unprotected: true`",
+            "{} is reachable from other hosts, and any caller could {}; set `tls.client_ca`, \
+            listen on 127.0.0.1, or set `unprotected: true`",
             self.listen, self.allowed_actions
         );
         Some(Problem::of(self.key, text))

@@ -64,11 +64,14 @@ impl HandshakeError {
     pub(super) fn hint(self) -> &'static str {
         match self {
             Self::ServerName => {
-                "the server name (SNI) of the client is not a DNS name. Istio sends the name of the cluster unless the DestinationRule of \
-                 this Service sets `trafficPolicy.tls.sni`; in Envoy's own configuration, replace `auto_sni` by `sni` in UpstreamTlsContext"
+                "the server name (SNI) of the client is not a DNS name. Istio sends the name of \
+                the cluster unless the DestinationRule of this Service sets \
+                `trafficPolicy.tls.sni`; in Envoy's own configuration, replace `auto_sni` by `sni` \
+                in UpstreamTlsContext"
             }
             Self::Plaintext => {
-                "the client speaks no TLS; configure TLS in the client, or remove `tls` of this listener"
+                "the client speaks no TLS; configure TLS in the client, or remove `tls` of this \
+                listener"
             }
             Self::NoClientCertificate => {
                 "the listener has `client_ca`; use a client certificate of that authority"
@@ -77,10 +80,12 @@ impl HandshakeError {
                 "the client's certificate is not valid for `client_ca` of this listener"
             }
             Self::Alpn => {
-                "the client offers another protocol; gRPC listeners need h2, the admin listener http/1.1"
+                "the client offers another protocol; gRPC listeners need h2, the admin listener \
+                http/1.1"
             }
             Self::Alert => {
-                "the client refused the handshake; it may not trust the certificate of this listener"
+                "the client refused the handshake; it may not trust the certificate of this \
+                listener"
             }
             Self::Malformed | Self::Incompatible | Self::Closed | Self::Timeout | Self::Other => "",
         }

@@ -142,7 +142,8 @@ impl ListenerContext {
                 self.warn_of_limit(
                     peer,
                     text,
-                    "see `listeners.limits.max_connections` and `listeners.limits.max_connections_per_peer`",
+                    "see `listeners.limits.max_connections` and \
+                    `listeners.limits.max_connections_per_peer`",
                 );
                 None
             }

@@ -86,7 +86,8 @@ pub(super) const PAGES: [AdminPage; 17] = [
     AdminPage::get("/debug", "list of pages as JSON"),
     AdminPage::get(
         "/debug/fleet",
-        "workers with their settings, freshness of their KV events, and differences from the configuration",
+        "workers with their settings, freshness of their KV events, and differences from the \
+        configuration",
     ),
     AdminPage::get(
         "/debug/index",

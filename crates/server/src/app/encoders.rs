@@ -198,10 +198,12 @@ pub(super) fn missing_template_advice(model: &ConfiguredModel) -> Option<Advice>
         .is_some_and(|encoder| !encoder.has_chat_template());
     lacks_template.then(|| Advice {
         subject: format!("model {}", model.name),
-        finding: "it has no chat template (none in tokenizer_config.json, no chat_template.jinja beside it), so every chat request \
-               is routed by load only"
+        finding: "it has no chat template (none in tokenizer_config.json, no chat_template.jinja \
+            beside it), so every chat request is routed by load only"
             .to_owned(),
-        fix: "copy chat_template.jinja from the model, or set `chat_template` of the model".to_owned(),
+        fix: "copy chat_template.jinja from the model, or set `chat_template` of the \
+            model"
+            .to_owned(),
     })
 }
 

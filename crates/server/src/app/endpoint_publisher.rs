@@ -99,7 +99,8 @@ impl EndpointPublisher {
                 envoys.skip_slow(generation);
                 warn!(
                     generation,
-                    "some Envoys did not acknowledge the new endpoints in time; continuing without them"
+                    "some Envoys did not acknowledge the new endpoints in time; continuing without \
+                    them"
                 );
             }
         };

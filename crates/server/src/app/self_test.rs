@@ -303,7 +303,8 @@ impl SelfTestRunner {
                     %worker,
                     name = self.router.fleet().display_name(worker),
                     block,
-                    "KV events contain other blocks than several consecutive requests should have stored"
+                    "KV events contain other blocks than several consecutive requests should have \
+                    stored"
                 );
             }
             self.log_change(&model, Some(worker), change, "events");

@@ -70,7 +70,8 @@ pub fn log_invalid_directives() {
     for directive in invalid {
         warn!(
             directive,
-            "invalid directive of RUST_LOG ignored; write a level, or a module with a level, for example `info,warmroute_server=debug`"
+            "invalid directive of RUST_LOG ignored; write a level, or a module with a level, for \
+            example `info,warmroute_server=debug`"
         );
     }
 }

@@ -194,7 +194,8 @@ async fn inactive_owner(path: &Path) -> anyhow::Result<SocketOwner> {
     let owner = socket_owner(path).await;
     if owner == SocketOwner::Active {
         bail!(
-            "another process listens on it; stop that process, or change `listeners.ext_proc.unix_socket`"
+            "another process listens on it; stop that process, or change \
+            `listeners.ext_proc.unix_socket`"
         );
     }
     if fs::symlink_metadata(path).is_ok() && !is_socket(path) {

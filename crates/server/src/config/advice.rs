@@ -95,7 +95,8 @@ fn short_bodies(config: &Config) -> Option<Advice> {
     (limit < SHORT_BODY).then(|| Advice {
         subject: "requests.limits.max_body_size".to_owned(),
         finding: format!(
-            "{} bytes is less than many request bodies have; requests above the limit are routed by load only",
+            "{} bytes is less than many request bodies have; requests above the limit are routed \
+            by load only",
             limit.0
         ),
         fix: "write for example 32MiB".to_owned(),
@@ -108,8 +109,8 @@ fn long_deadline(config: &Config) -> Option<Advice> {
     (deadline.get() >= MESSAGE_TIMEOUT).then(|| Advice {
         subject: "requests.limits.decision_timeout".to_owned(),
         finding: format!(
-            "{deadline} is not less than the message_timeout of the shipped Envoy files (1s), after which Envoy \
-                       continues without a response of warmroute"
+            "{deadline} is not less than the message_timeout of the shipped Envoy files (1s), \
+            after which Envoy continues without a response of warmroute"
         ),
         fix: "lower it, or set a higher `message_timeout` of the ext_proc filter".to_owned(),
     })
@@ -124,9 +125,12 @@ fn trusted_open_listener(config: &Config) -> Option<Advice> {
     config.requests.clients.trusted.then(|| Advice {
         subject: "requests.clients.trusted".to_owned(),
         finding: format!(
-            "any client that reaches {open} can pin workers and set priorities, because `listeners.ext_proc.unprotected` is true"
+            "any client that reaches {open} can pin workers and set priorities, because \
+            `listeners.ext_proc.unprotected` is true"
         ),
-        fix: "set `listeners.ext_proc.tls.client_ca`, or allow only Envoy with a network policy".to_owned(),
+        fix: "set `listeners.ext_proc.tls.client_ca`, or allow only Envoy with a network \
+            policy"
+            .to_owned(),
     })
 }
 
@@ -143,13 +147,15 @@ fn pools(model: &ModelConfig, roles: &[WorkerRole]) -> Option<Advice> {
     let (finding, fix) = match prefill_mode(model) {
         _ if roles.is_empty() => return None,
         None if prefill => (
-            "its workers with `role: prefill` are only named in headers: without a sidecar or a front end that reads these \
-             headers, they compute no prefills, but load is booked for them",
-            "set `prefill: {mode: call}` (vLLM, TensorRT-LLM) or `prefill: {mode: mirror}` (SGLang) of the model, or `prefill: \
-             {mode: header}` if there is a sidecar or front end",
+            "its workers with `role: prefill` are only named in headers: without a sidecar or a \
+            front end that reads these headers, they compute no prefills, but load is booked for \
+            them",
+            "set `prefill: {mode: call}` (vLLM, TensorRT-LLM) or `prefill: {mode: mirror}` \
+            (SGLang) of the model, or `prefill: {mode: header}` if there is a sidecar or front end",
         ),
         Some(PrefillMode::Call) if !prefill => (
-            "it has `prefill: {mode: call}`, but no worker with `role: prefill`: decode workers compute every prompt",
+            "it has `prefill: {mode: call}`, but no worker with `role: prefill`: decode workers \
+            compute every prompt",
             "set `role: prefill` for some of its workers, or remove `prefill`",
         ),
         Some(PrefillMode::Call) if !decode && !aggregated => (
@@ -157,18 +163,18 @@ fn pools(model: &ModelConfig, roles: &[WorkerRole]) -> Option<Advice> {
             "set `role: decode` for some of its workers",
         ),
         Some(PrefillMode::Mirror) if !prefill && decode => (
-            "it has `prefill: {mode: mirror}`, but no worker with `role: prefill`: its decode workers have no \
-             bootstrap partner, and its requests are rejected",
+            "it has `prefill: {mode: mirror}`, but no worker with `role: prefill`: its decode \
+            workers have no bootstrap partner, and its requests are rejected",
             "set `role: prefill` for some of its workers",
         ),
         Some(PrefillMode::Mirror) if prefill && !decode => (
-            "it has `prefill: {mode: mirror}`, but no worker with `role: decode`: its prefill workers have no bootstrap \
-             partner",
+            "it has `prefill: {mode: mirror}`, but no worker with `role: decode`: its prefill \
+            workers have no bootstrap partner",
             "set `role: decode` for some of its workers",
         ),
         Some(PrefillMode::Mirror) if !prefill && !decode => (
-            "it has `prefill: {mode: mirror}`, but its workers have no roles: none of them has a bootstrap \
-             partner",
+            "it has `prefill: {mode: mirror}`, but its workers have no roles: none of them has a \
+            bootstrap partner",
             "set `role: prefill` and `role: decode` for its workers, or remove `prefill`",
         ),
         _ => return None,
@@ -186,8 +192,9 @@ fn ignored_condition(config: &Config, model: &ModelConfig) -> Option<Advice> {
         && prefill_mode(model) == Some(PrefillMode::Mirror);
     ignored.then(|| Advice {
         subject: format!("model {}", model.name),
-        finding: "`routing.disaggregation.conditional` does not apply to models with `prefill: {mode: mirror}`: their decode workers \
-               cannot compute prompts, so every prompt goes to a prefill worker"
+        finding: "`routing.disaggregation.conditional` does not apply to models with `prefill: \
+            {mode: mirror}`: their decode workers cannot compute prompts, so every prompt goes to \
+            a prefill worker"
             .to_owned(),
         fix: "remove it, unless it is meant for other models".to_owned(),
     })
@@ -201,7 +208,8 @@ fn unusable_front_end(config: &Config, worker: &Worker) -> Option<Advice> {
     let (finding, fix) = match config.prefill_mode(worker) {
         Some(PrefillMode::Call | PrefillMode::Mirror) => (
             format!(
-                "its endpoint is a shared front end, and the model {} has a `prefill` that needs the endpoint of each engine",
+                "its endpoint is a shared front end, and the model {} has a `prefill` that needs \
+                the endpoint of each engine",
                 worker.model
             ),
             "set `prefill: {mode: header}`",
@@ -299,21 +307,24 @@ fn unrestricted_requests(config: &Config, workers: &[Worker]) -> Option<Advice> 
     let unnamed = unnamed.join(", ");
     let finding = if pool_routes.is_empty() {
         format!(
-            "the workers belong to the pools {unnamed}, and `routing.pool_routes` is empty: a request may be routed to a \
-             worker of another pool than that of its route"
+            "the workers belong to the pools {unnamed}, and `routing.pool_routes` is empty: a \
+            request may be routed to a worker of another pool than that of its route"
         )
     } else {
         format!(
-            "`routing.pool_routes` does not name the pools {unnamed}: their requests may be routed to a worker of any pool"
+            "`routing.pool_routes` does not name the pools {unnamed}: their requests may be routed \
+            to a worker of any pool"
         )
     };
     Some(Advice {
         subject: "routing.pool_routes".to_owned(),
         finding,
-        fix: "create a Service in front of warmroute for each pool and set `routing: {pool_routes: {authorities: {<service>.<namespace>: \
-               <pool>}}}`, or set `header` or `rules` of `routing.pool_routes`. If Envoy sends the dynamic metadata `pool`, add a rule for \
-               requests without it"
-            .to_owned(),
+        fix:
+            "create a Service in front of warmroute for each pool and set `routing: {pool_routes: \
+            {authorities: {<service>.<namespace>: <pool>}}}`, or set `header` or `rules` of \
+            `routing.pool_routes`. If Envoy sends the dynamic metadata `pool`, add a rule for \
+            requests without it"
+                .to_owned(),
     })
 }
 

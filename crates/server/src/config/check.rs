@@ -174,7 +174,10 @@ fn rewrites(config: &Config) -> Vec<Problem> {
         .targets()
         .filter(|(_, name)| !name.as_str().is_empty() && !known.contains(name.as_str()));
     problems.extend(unknown.map(|(path, name)| {
-        let text = format!("`{name}` is no model, alias or adapter under `models`; add it there, or name one of these");
+        let text = format!(
+            "`{name}` is no model, alias or adapter under `models`; add it there, \
+            or name one of these"
+        );
         Problem::at(path, text)
     }));
     problems
@@ -182,7 +185,8 @@ fn rewrites(config: &Config) -> Vec<Problem> {
 
 fn load(config: &Config) -> Vec<Problem> {
     let is_useless = config.routing.load.prefill_decay && !config.routing.load.prefill_tokens;
-    let text = "prefill tokens are not counted, so there is nothing to decay; set `prefill_tokens: true`, or leave this out";
+    let text = "prefill tokens are not counted, so there is nothing to decay; set `prefill_tokens: \
+        true`, or leave this out";
     is_useless
         .then(|| Problem::of("prefill_decay", text))
         .into_iter()

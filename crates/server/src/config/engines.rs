@@ -83,7 +83,8 @@ impl EngineLoadConfig {
             return None;
         }
         let text = format!(
-            "`interval` is {}, but must be at least 100ms; the default is 1s. To scrape no engine, set `enabled: false`",
+            "`interval` is {}, but must be at least 100ms; the default is 1s. To scrape no engine, \
+            set `enabled: false`",
             self.interval
         );
         Some(Problem::of("interval", text))
@@ -118,7 +119,8 @@ impl KvEventsLimits {
             return None;
         }
         let text = format!(
-            "`max_message_size` is {}, but must be from {SMALLEST_MESSAGE} to {LARGEST_MESSAGE}; the default is 64MiB",
+            "`max_message_size` is {}, but must be from {SMALLEST_MESSAGE} to {LARGEST_MESSAGE}; \
+            the default is 64MiB",
             self.max_message_size
         );
         Some(Problem::of("max_message_size", text))

@@ -234,7 +234,8 @@ impl ModelConfig {
             .block_size
             .filter(|size| size.tokens() > MAX_BLOCK_TOKENS)?;
         let text = format!(
-            "{} tokens are more than any engine has in a block; vLLM's --block-size is 16 by default",
+            "{} tokens are more than any engine has in a block; vLLM's --block-size is 16 by \
+            default",
             size.0
         );
         Some(Problem::of("block_size", text))
@@ -272,8 +273,8 @@ pub(super) fn add_download_hints(
             && let Some((_, name)) = repository.split_once('/')
         {
             problem.text.push_str(&format!(
-                "; models are not downloaded by name, so run `hf download {repository} tokenizer.json tokenizer_config.json \
-                 config.json --local-dir models/{name}`"
+                "; models are not downloaded by name, so run `hf download {repository} \
+                tokenizer.json tokenizer_config.json config.json --local-dir models/{name}`"
             ));
         }
     }

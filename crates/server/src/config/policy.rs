@@ -112,7 +112,8 @@ impl PolicyConfig {
         for (key, is_set, owner) in needs {
             if is_set && self.name != owner {
                 let text = format!(
-                    "`{key}` is a setting of the policy `{}`, but the policy is `{name}`; remove one of the two",
+                    "`{key}` is a setting of the policy `{}`, but the policy is `{name}`; remove \
+                    one of the two",
                     owner.as_str()
                 );
                 problems.push(Problem::of(key, text));
@@ -127,7 +128,8 @@ impl PolicyConfig {
         let is_linear = self.settings(weights).routing == RoutingPolicy::Linear;
         let name = self.name.as_str();
         let text = format!(
-            "the policy `{name}` does not use `routing.weights.{weight}`, which belongs to `linear`; remove one of the two"
+            "the policy `{name}` does not use `routing.weights.{weight}`, which belongs to \
+            `linear`; remove one of the two"
         );
         (!is_linear).then(|| Problem::at([] as [PathStep; 0], text))
     }

@@ -83,11 +83,13 @@ impl ApproximateConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.ttl.get().is_zero() {
-            let text = "blocks would expire at once; the default is 120s, and `policy: off` predicts nothing";
+            let text = "blocks would expire at once; the default is 120s, and `policy: off` \
+                predicts nothing";
             problems.push(Problem::of("ttl", text));
         }
         if self.max_blocks_per_rank == 0 {
-            let text = "no block would have room; the default is 1048576, and `policy: off` predicts nothing";
+            let text = "no block would have room; the default is 1048576, and `policy: off` \
+                predicts nothing";
             problems.push(Problem::of("max_blocks_per_rank", text));
         }
         if self.default_kv_blocks == Some(0) {

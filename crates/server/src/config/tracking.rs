@@ -44,7 +44,8 @@ impl TrackingHashConfig {
             ];
             return match given.into_iter().find(|(_, given)| *given) {
                 Some((name, _)) => {
-                    let text = "public names need no key, so this has no effect; write `algorithm: keyed-xxh3-v1`, or leave it out";
+                    let text = "public names need no key, so this has no effect; write `algorithm: \
+                        keyed-xxh3-v1`, or leave it out";
                     Err(Problem::of(name, text))
                 }
                 None => Ok(TrackingHash::Public),

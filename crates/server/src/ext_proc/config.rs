@@ -82,12 +82,14 @@ impl ListenConfig {
         let too_long = |path: &&Path| path.as_os_str().len() > MAX_SOCKET_PATH;
         let mut problems = Vec::new();
         if self.address.is_none() && self.unix_socket.is_none() {
-            let text = "neither `address` nor `unix_socket` is given, so Envoy cannot connect; give at least one";
+            let text = "neither `address` nor `unix_socket` is given, so Envoy cannot connect; \
+                give at least one";
             problems.push(Problem::at([], text));
         }
         if let Some(path) = self.unix_socket.as_deref().filter(too_long) {
             let text = format!(
-                "the socket path has {} bytes, more than {MAX_SOCKET_PATH}; choose a shorter one: {}",
+                "the socket path has {} bytes, more than {MAX_SOCKET_PATH}; choose a shorter one: \
+                {}",
                 path.as_os_str().len(),
                 path.display()
             );
@@ -188,7 +190,8 @@ impl LimitsConfig {
             ));
         }
         if self.max_buffered_bytes.0 < self.max_body_size.0 {
-            let text = "is less than `requests.limits.max_body_size`, so that a single request could exceed it; the default is 1GiB";
+            let text = "is less than `requests.limits.max_body_size`, so that a single request \
+                could exceed it; the default is 1GiB";
             problems.push(Problem::of("max_buffered_bytes", text));
         }
         problems
@@ -252,7 +255,8 @@ impl ListenerLimitsConfig {
             || self.max_header_list_size > MAX_HEADER_LIST
         {
             let text = format!(
-                "{} is too small for the headers of a call; give {MIN_HEADER_LIST} to {MAX_HEADER_LIST}, the default is 64KiB",
+                "{} is too small for the headers of a call; give {MIN_HEADER_LIST} to \
+                {MAX_HEADER_LIST}, the default is 64KiB",
                 self.max_header_list_size
             );
             problems.push(Problem::of("max_header_list_size", text));

@@ -118,10 +118,11 @@ impl ExtProcState {
             return debug!("source of a 503 unknown");
         }
         warn!(
-            "source of a 503 unknown: the response has neither ext_proc attributes nor x-envoy-upstream-service-time. \
-             warmroute marks the worker as overloaded and does not eject it. Set \
-             `response_attributes: [upstream.address, response.flags]` of the ext_proc filter, or `headers.enableEnvoyHeaders: true` \
-             of Envoy Gateway's ClientTrafficPolicy"
+            "source of a 503 unknown: the response has neither ext_proc attributes nor \
+            x-envoy-upstream-service-time. warmroute marks the worker as overloaded and does not \
+            eject it. Set `response_attributes: [upstream.address, response.flags]` of the \
+            ext_proc filter, or `headers.enableEnvoyHeaders: true` of Envoy Gateway's \
+            ClientTrafficPolicy"
         );
     }
 
@@ -134,8 +135,9 @@ impl ExtProcState {
         drop(logged);
         warn!(
             authority,
-            "ext_proc authority without pool in `routing.pool_routes.authorities`: its requests may go to workers of every pool. Add the \
-             authority, or send the pool's calls through the Service that is configured for it"
+            "ext_proc authority without pool in `routing.pool_routes.authorities`: its requests \
+            may go to workers of every pool. Add the authority, or send the pool's calls through \
+            the Service that is configured for it"
         );
     }
 
@@ -145,8 +147,9 @@ impl ExtProcState {
             && !self.warned_of_streamed_bodies.swap(true, Ordering::Relaxed)
         {
             warn!(
-                "Envoy streams request bodies (request_body_mode: STREAMED), so it chooses its route before it sends them: \
-                 requests go by load only. Use BUFFERED or FULL_DUPLEX_STREAMED"
+                "Envoy streams request bodies (request_body_mode: STREAMED), so it chooses its \
+                route before it sends them: requests go by load only. Use BUFFERED or \
+                FULL_DUPLEX_STREAMED"
             );
         }
     }

@@ -234,8 +234,9 @@ impl PrefillClient {
         if self.warned_workers.insert(worker) {
             warn!(
                 %worker, %error,
-                "prefill without KV handoff. An output that ends with its first token is harmless. If \
-                 prefill_calls with this outcome grow, check whether the worker has a KV connector"
+                "prefill without KV handoff. An output that ends with its first token is harmless. \
+                If prefill_calls with this outcome grow, check whether the worker has a KV \
+                connector"
             );
         }
         debug!(%worker, %error, "prefill without KV handoff");

@@ -142,7 +142,8 @@ impl PoolRoutesConfig {
                 .iter()
                 .any(|earlier| (&earlier.hosts, &earlier.paths) == (&rule.hosts, &rule.paths))
             {
-                let text = "an earlier rule has the same hosts and paths, so this one is never used; remove one";
+                let text = "an earlier rule has the same hosts and paths, so this one is never \
+                    used; remove one";
                 problems.push(Problem::at([PathStep::from("rules"), at.into()], text));
             }
         }
@@ -217,7 +218,8 @@ impl PoolRouteRule {
             if name.is_empty() || name.contains(['*', '/', ' ']) || host_without_port(name) != name
             {
                 let text = format!(
-                    "`{host}` is not a host name; write for example chat.example.com or *.example.com, without port"
+                    "`{host}` is not a host name; write for example chat.example.com or \
+                    *.example.com, without port"
                 );
                 problems.push(Problem::at([PathStep::from("hosts"), at.into()], text));
             }

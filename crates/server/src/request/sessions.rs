@@ -81,7 +81,8 @@ impl SessionsConfig {
             .into_iter()
             .collect();
         if self.headers.is_empty() && self.body_field.is_none() {
-            let text = "neither `headers` nor `body_field` says where the session id is; name at least one";
+            let text = "neither `headers` nor `body_field` says where the session id is; name at \
+                least one";
             problems.push(Problem::of("headers", text));
         }
         if self

@@ -36,8 +36,8 @@ pub const DEFAULT_CONFIG_FILE: &str = "warmroute.yaml";
 /// Error for a command line without a configuration file and without a pool.
 #[derive(Debug, Error)]
 #[error(
-    "there is no {DEFAULT_CONFIG_FILE} here; name a configuration FILE, or set --pool-name NAME to serve an \
-    InferencePool by load only"
+    "there is no {DEFAULT_CONFIG_FILE} here; name a configuration FILE, or set --pool-name NAME to \
+    serve an InferencePool by load only"
 )]
 pub struct ServeSourceError;
 

@@ -237,9 +237,12 @@ impl TokenizerConfig {
         };
         let requested = metadata.configured_class.is_none() && !metadata.is_as_written();
         if requested && self.auto_map.as_ref().is_some_and(of_tokenizer) {
-            return Err("the tokenizer is custom code of the model (auto_map), which engines run with --trust-remote-code: \
-                        set their class as `tokenizer_class` of the model (TokenizersBackend: tokenizer.json unchanged)"
-                .to_owned());
+            return Err(
+                "the tokenizer is custom code of the model (auto_map), which engines run \
+                with --trust-remote-code: set their class as `tokenizer_class` of the model \
+                (TokenizersBackend: tokenizer.json unchanged)"
+                    .to_owned(),
+            );
         }
         match self.fix_mistral_regex {
             Some(true) => Err("fix_mistral_regex is not supported".to_owned()),

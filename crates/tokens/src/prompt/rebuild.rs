@@ -103,8 +103,9 @@ impl TokenizerMetadata<'_> {
                 format!("the class `{class}`")
             });
         format!(
-            "how the engine builds {what} depends on the model type in config.json: copy the model's config.json \
-             next to the tokenizer's files, or set `tokenizer_class` of the model (TokenizersBackend: tokenizer.json unchanged)"
+            "how the engine builds {what} depends on the model type in config.json: copy the \
+            model's config.json next to the tokenizer's files, or set `tokenizer_class` of the \
+            model (TokenizersBackend: tokenizer.json unchanged)"
         )
     }
 
@@ -124,8 +125,9 @@ impl TokenizerClass {
         let name = name.strip_prefix("Cached").unwrap_or(name);
         if !CLASS_TABLE.contains_class(name.strip_suffix("Fast").unwrap_or(name)) {
             return Err(format!(
-                "`tokenizer_class: {name}` is not a class of transformers: set `type(tokenizer).__name__` of the engines' \
-                 tokenizer, or TokenizersBackend if they use tokenizer.json unchanged"
+                "`tokenizer_class: {name}` is not a class of transformers: set \
+                `type(tokenizer).__name__` of the engines' tokenizer, or TokenizersBackend if they \
+                use tokenizer.json unchanged"
             ));
         }
         Self::from_name(name)
@@ -144,9 +146,9 @@ impl TokenizerClass {
             ClassBehavior::RebuildsAs("CohereTokenizer") => Self::Cohere,
             ClassBehavior::RebuildsAs(_) | ClassBehavior::Python => {
                 return Err(format!(
-                    "transformers builds `{bare}` in a way that is not supported: leave the model without \
-                     `tokenizer` (load-only routing), or set `tokenizer_class: TokenizersBackend` if its engines use \
-                     tokenizer.json as it is"
+                    "transformers builds `{bare}` in a way that is not supported: leave the model \
+                    without `tokenizer` (load-only routing), or set `tokenizer_class: \
+                    TokenizersBackend` if its engines use tokenizer.json as it is"
                 ));
             }
         })
@@ -226,8 +228,9 @@ pub(super) fn rebuild(
         && is_byte_level(written)
     {
         return Err(
-            "the files name the class LlamaTokenizer, but the vocabulary is byte-level: set the class that the \
-                    engine uses as `tokenizer_class` of the model (TokenizersBackend: tokenizer.json unchanged)"
+            "the files name the class LlamaTokenizer, but the vocabulary is byte-level: set the \
+            class that the engine uses as `tokenizer_class` of the model (TokenizersBackend: \
+            tokenizer.json unchanged)"
                 .to_owned(),
         );
     }
@@ -301,7 +304,8 @@ fn rebuilt_parts(class: TokenizerClass, metadata: &TokenizerMetadata<'_>) -> Opt
         }
         TokenizerClass::Gemma => {
             let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
-            let split = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
+            let split = json!({"type": "Split", "pattern": {"String": " \
+                "}, "behavior": "MergedWithPrevious", "invert": false});
             let unk_token = json!(metadata.unk_token.unwrap_or("<unk>"));
             Some(RebuiltParts {
                 normalizer: spaces,

@@ -60,7 +60,8 @@ fn local_clause(reason: LocalPrefillReason) -> &'static str {
             "a local prefill costs less time than a remote one, so it computes the whole prompt"
         }
         LocalPrefillReason::TopologyMismatch => {
-            "no decode worker is in reach of the chosen prefill worker, so it computes the whole prompt"
+            "no decode worker is in reach of the chosen prefill worker, so it computes the whole \
+            prompt"
         }
         LocalPrefillReason::NotSplittable => {
             "the request cannot be split into prefill and decode, so it computes the whole prompt"
@@ -111,7 +112,8 @@ fn winner_clause(phase: &PhaseExplanation, temperature: f64) -> String {
                 (margin, "less")
             };
             format!(
-                "{subject}, sampled at temperature {temperature}: it costs {cost:.3}, {by:.3} {than} than {second}"
+                "{subject}, sampled at temperature {temperature}: it costs {cost:.3}, {by:.3} \
+                {than} than {second}"
             )
         }
         (Some(_), Some(_)) if phase.ties > 1 => {

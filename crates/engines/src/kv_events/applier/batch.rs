@@ -281,7 +281,8 @@ impl BatchApplier {
         if let Some(evicted) = &reconciled.purged {
             tracing::info!(
                 rank = %self.rank, name = self.worker_name, blocks = evicted.blocks.len(),
-                "stale blocks evicted: not confirmed since events were lost, and as many newer ones were evicted"
+                "stale blocks evicted: not confirmed since events were lost, and as many newer \
+                ones were evicted"
             );
             for event in run_blocking(|| self.normalizer.discard_blocks(evicted)) {
                 (self.sink.apply)(&event);

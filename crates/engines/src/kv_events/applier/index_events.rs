@@ -153,7 +153,8 @@ impl BatchApplier {
         } else {
             tracing::warn!(
                 rank = %self.rank, name = self.worker_name, engine,
-                "KV event blocks ignored: their tier has several block sizes, or one that is incompatible with the index"
+                "KV event blocks ignored: their tier has several block sizes, or one that is \
+                incompatible with the index"
             );
         }
     }

@@ -222,7 +222,8 @@ struct MediaObject {
     #[serde(default)]
     #[expect(
         dead_code,
-        reason = "named so that the array form of the struct is accepted too; offsets are not hashed"
+        reason = "named so that the array form of the struct is accepted too; offsets are not \
+            hashed"
     )]
     offsets: Option<IgnoredAny>,
 }

@@ -147,7 +147,8 @@ fn format_policy(settings: &PolicySettings) -> String {
 fn format_linear(settings: &PolicySettings) -> String {
     let weights = &settings.weights;
     format!(
-        "linear: device {}, host {}, disk {}, shared {}, decay {}; prefill {}, request {}; temperature {}",
+        "linear: device {}, host {}, disk {}, shared {}, decay {}; prefill {}, request {}; \
+        temperature {}",
         weights.overlap_score_credit,
         weights.host_cache_hit_weight,
         weights.disk_cache_hit_weight,
@@ -193,8 +194,9 @@ fn format_latency(latency: &LatencyEstimate, ranks: usize) -> String {
     let coefficients = &latency.coefficients;
     let busy = 100.0 * latency.prefill_rate / ranks.max(1) as f64;
     format!(
-        "learned: prefill {:.1} ms + {:.1} us per token + {:.2} ns per pair, decode step {:.2} ms + \
-         {:.1} us per request + {:.1} ns per token, answers of {:.0} tokens; {:.1} requests/s, prefill {busy:.0} % busy",
+        "learned: prefill {:.1} ms + {:.1} us per token + {:.2} ns per pair, decode step {:.2} ms \
+        + {:.1} us per request + {:.1} ns per token, answers of {:.0} tokens; {:.1} requests/s, \
+        prefill {busy:.0} % busy",
         coefficients.prefill_base * 1e3,
         coefficients.prefill_token * 1e6,
         coefficients.prefill_pair * 1e9,

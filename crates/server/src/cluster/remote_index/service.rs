@@ -77,8 +77,8 @@ enum IndexQueryError {
     )]
     BlockSize { served: usize, queried: u32 },
     #[error(
-        "prompts are hashed differently here (eagle, image_token, video_token or another version), so the \
-         response would not match the prompts"
+        "prompts are hashed differently here (eagle, image_token, video_token or another version), \
+        so the response would not match the prompts"
     )]
     Hashing,
 }

@@ -116,7 +116,8 @@ impl NatsConfig {
         for (index, server) in self.servers.iter().enumerate() {
             if let Err(error) = server.parse::<async_nats::ServerAddr>() {
                 let text = format!(
-                    "`{server}` is not a server address ({error}); write for example nats://nats:4222"
+                    "`{server}` is not a server address ({error}); write for example \
+                    nats://nats:4222"
                 );
                 problems.push(Problem::at(["servers".into(), index.into()], text));
             }
@@ -155,7 +156,8 @@ impl NatsConfig {
             self.user.is_some(),
         ];
         if credential_kinds.into_iter().filter(|given| *given).count() > 1 {
-            let text = "several kinds of credentials are configured; keep one of `credentials_file`, `token_file` and `user`";
+            let text = "several kinds of credentials are configured; keep one of \
+                `credentials_file`, `token_file` and `user`";
             problems.push(Problem::at([], text));
         }
         problems

@@ -85,7 +85,8 @@ impl WarmStartConfig {
             }
             Some(url) if !is_service(url) => {
                 let text = format!(
-                    "`{url}` is not the address of a service; write for example http://warmroute:9903"
+                    "`{url}` is not the address of a service; write for example \
+                    http://warmroute:9903"
                 );
                 problems.push(Problem::of("url", text));
             }
@@ -93,7 +94,8 @@ impl WarmStartConfig {
         }
         if self.url.is_some() && self.timeout.get() >= sources_timeout {
             let text = format!(
-                "no time would be left to connect the event sources; set less than readiness.event_sources_timeout, {}",
+                "no time would be left to connect the event sources; set less than \
+                readiness.event_sources_timeout, {}",
                 humantime::format_duration(sources_timeout)
             );
             problems.push(Problem::of("timeout", text));

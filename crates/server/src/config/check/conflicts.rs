@@ -38,7 +38,8 @@ pub(super) fn uncounted_thresholds(config: &Config) -> Vec<Problem> {
             conditional.is_some_and(|conditional| conditional.prefill_busy_threshold.is_some()),
         ),
     ];
-    let text = "prefill tokens are not counted, so this is never reached; set `routing.load.prefill_tokens: true`, or leave it out";
+    let text = "prefill tokens are not counted, so this is never reached; set \
+        `routing.load.prefill_tokens: true`, or leave it out";
     found
         .into_iter()
         .filter(|(_, given)| *given)
@@ -53,8 +54,8 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
         && sessions.wait_timeout > config.queue.timeout
     {
         let text = format!(
-            "{} is longer than `queue.timeout` ({}), after which the first request of a session is routed or rejected; give at \
-             most as much",
+            "{} is longer than `queue.timeout` ({}), after which the first request of a session is \
+            routed or rejected; give at most as much",
             sessions.wait_timeout, config.queue.timeout
         );
         problems.push(Problem::at(steps("sessions.wait_timeout"), text));
@@ -62,7 +63,8 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
     if let Some(cache) = &config.index.shared_cache {
         if cache.timeout >= config.requests.limits.decision_timeout {
             let text = format!(
-                "{} is not less than `requests.limits.decision_timeout` ({}), and Envoy waits for both; the default is 20ms",
+                "{} is not less than `requests.limits.decision_timeout` ({}), and Envoy waits for \
+                both; the default is 20ms",
                 cache.timeout, config.requests.limits.decision_timeout
             );
             problems.push(Problem::at(steps("index.shared_cache.timeout"), text));
@@ -70,7 +72,8 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
         let multiplier = config.routing.weights.shared_cache_multiplier;
         if multiplier.is_none_or(|multiplier| multiplier == 0.0) && !config.requests.clients.trusted
         {
-            let text = "its hits do not count; set `routing.weights.shared_cache_multiplier`, usually to 0.5";
+            let text = "its hits do not count; set `routing.weights.shared_cache_multiplier`, \
+                usually to 0.5";
             problems.push(Problem::at(steps("index.shared_cache"), text));
         }
     }
@@ -80,7 +83,8 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
         };
         if tokens.timeout >= config.requests.limits.decision_timeout {
             let text = format!(
-                "{} is not less than `requests.limits.decision_timeout` ({}), and Envoy waits for both; the default is 300ms",
+                "{} is not less than `requests.limits.decision_timeout` ({}), and Envoy waits for \
+                both; the default is 300ms",
                 tokens.timeout, config.requests.limits.decision_timeout
             );
             let path = [
@@ -99,8 +103,8 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
 pub(super) fn disaggregation(config: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
     if config.routing.disaggregation.conditional.is_some() && config.has_dynamo_prefills() {
-        let text = "front ends of Dynamo (`gateway.header_profiles` has `dynamo`) reject a request whose decode worker should \
-            compute the prompt; leave this out";
+        let text = "front ends of Dynamo (`gateway.header_profiles` has `dynamo`) reject a request \
+            whose decode worker should compute the prompt; leave this out";
         problems.push(Problem::at(
             steps("routing.disaggregation.conditional"),
             text,
@@ -114,7 +118,8 @@ pub(super) fn disaggregation(config: &Config) -> Vec<Problem> {
     if config.routing.disaggregation.enforce
         && workers.is_some_and(|list| list.iter().all(|worker| worker.role != WorkerRole::Prefill))
     {
-        let text = "no worker has `role: prefill`, so no prefill worker can be chosen; add one, or leave this out";
+        let text = "no worker has `role: prefill`, so no prefill worker can be chosen; add one, or \
+            leave this out";
         problems.push(Problem::at(steps("routing.disaggregation.enforce"), text));
     }
     problems
@@ -124,14 +129,16 @@ pub(super) fn disaggregation(config: &Config) -> Vec<Problem> {
 pub(super) fn remote_index(config: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
     if config.index.serve && config.listeners.api.is_none() {
-        let text = "the index is served by `listeners.api`, which is not given; give `listeners: {api: {address: ...}}`, or leave this out";
+        let text = "the index is served by `listeners.api`, which is not given; give `listeners: \
+            {api: {address: ...}}`, or leave this out";
         problems.push(Problem::at(steps("index.serve"), text));
     }
     let Some(remote) = &config.index.remote else {
         return problems;
     };
     if config.index.serve {
-        let text = "a process with a remote index keeps none that it could serve; keep either `index.serve` or this";
+        let text = "a process with a remote index keeps none that it could serve; keep either \
+            `index.serve` or this";
         problems.push(Problem::at(steps("index.remote"), text));
     }
     if config.index.warm_start.is_some() {
@@ -141,7 +148,8 @@ pub(super) fn remote_index(config: &Config) -> Vec<Problem> {
     }
     if remote.timeout >= config.requests.limits.decision_timeout {
         let text = format!(
-            "{} is not less than `requests.limits.decision_timeout` ({}), and Envoy waits for both; the default is 10ms",
+            "{} is not less than `requests.limits.decision_timeout` ({}), and Envoy waits for \
+            both; the default is 10ms",
             remote.timeout, config.requests.limits.decision_timeout
         );
         problems.push(Problem::at(steps("index.remote.timeout"), text));
@@ -182,7 +190,8 @@ pub(super) fn addresses(config: &Config) -> Vec<Problem> {
             .filter(|(_, other)| collide(*listen, *other))
         {
             let text = format!(
-                "`{key}` ({listen}) and `{other_key}` ({other}) have the same port; choose another one"
+                "`{key}` ({listen}) and `{other_key}` ({other}) have the same port; choose another \
+                one"
             );
             problems.push(Problem::at(steps(key), text));
         }

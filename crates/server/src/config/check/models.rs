@@ -38,7 +38,8 @@ pub(super) fn models(models: &[ModelConfig]) -> Vec<Problem> {
         let owner = models[at].name.as_str();
         if let Some(other_model) = owners.insert(name.as_str(), owner) {
             let text = format!(
-                "`{name}` already names the model {other_model}; every name, alias and adapter must identify one model"
+                "`{name}` already names the model {other_model}; every name, alias and adapter \
+                must identify one model"
             );
             let steps = ["models".into(), at.into(), key.into()]
                 .into_iter()

@@ -26,7 +26,8 @@ pub(super) fn workers(config: &Config) -> Vec<Problem> {
         .collect();
     match (&given[..], &config.workers.list) {
         ([], _) => {
-            let text = "there is no source of workers; give one of `workers.file`, `workers.list`, `workers.dns` and `workers.kubernetes`";
+            let text = "there is no source of workers; give one of `workers.file`, `workers.list`, \
+                `workers.dns` and `workers.kubernetes`";
             problems.push(Problem::at([], text));
         }
         ([first, second, ..], _) => {
@@ -39,7 +40,8 @@ pub(super) fn workers(config: &Config) -> Vec<Problem> {
         }
         (_, Some(list)) if list.len() < config.process.readiness.min_workers as usize => {
             let text = format!(
-                "readiness waits for {} workers but the list has {}, so it would never come; lower this or list more",
+                "readiness waits for {} workers but the list has {}, so it would never come; lower \
+                this or list more",
                 config.process.readiness.min_workers,
                 list.len()
             );

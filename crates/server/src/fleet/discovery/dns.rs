@@ -72,7 +72,8 @@ impl DnsConfig {
         }
         match (self.record, self.port) {
             (DnsRecord::Address, None) => {
-                let text = "address records contain no port; set `port`, or query SRV records with `record: srv`";
+                let text = "address records contain no port; set `port`, or query SRV records with \
+                    `record: srv`";
                 problems.push(Problem::of("name", text));
             }
             (DnsRecord::Srv, Some(_)) => {

@@ -152,7 +152,8 @@ impl PodsConfig {
             ),
             (None, true, _) => refuse(
                 "selector",
-                "neither `name` nor `selector` is set; set the name of an InferencePool, or the labels of the pods",
+                "neither `name` nor `selector` is set; set the name of an InferencePool, or the \
+                labels of the pods",
             ),
             (None, _, true) => refuse(
                 "ports",
@@ -180,7 +181,8 @@ impl PodsConfig {
             );
         }
         if self.ports.len() > 1 && self.worker.data_parallel != RankRange::ONE {
-            let text = "with several ports, each port is one rank; remove this, or set the one port that all ranks share";
+            let text = "with several ports, each port is one rank; remove this, or set the one \
+                port that all ranks share";
             problems.push(Problem::of("data_parallel", text).within("worker"));
         }
         problems
@@ -204,7 +206,8 @@ impl KubernetesConfig {
         if self.pools.is_empty() {
             problems.push(Problem::of(
                 "pools",
-                "no pool is configured; set the name of an InferencePool, or labels and ports of pods",
+                "no pool is configured; set the name of an InferencePool, or labels and ports of \
+                pods",
             ));
         }
         if self.watch_timeout.get().is_zero() {

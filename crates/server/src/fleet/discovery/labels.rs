@@ -32,7 +32,8 @@ pub(super) fn problems(config: &WorkerConfig) -> Vec<Problem> {
         }
         if value.is_empty() {
             let text = format!(
-                "the domain `{domain}` has no value; give the worker's value in the domain, or leave it out"
+                "the domain `{domain}` has no value; give the worker's value in the domain, or \
+                leave it out"
             );
             refuse(["topology".into(), domain.as_str().into()], text);
         }

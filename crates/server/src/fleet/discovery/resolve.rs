@@ -196,7 +196,8 @@ fn resolve_event_sources(
     let sources = match (&events.endpoint, &events.ranks[..]) {
         (Some(endpoint), []) => numbered_sources(events, endpoint, ranks)?,
         (None, []) => {
-            let text = "neither `endpoint` nor `ranks` is set; set the endpoint of the engine, or remove `kv_events`";
+            let text = "neither `endpoint` nor `ranks` is set; set the endpoint of the engine, or \
+                remove `kv_events`";
             return Err(vec![Problem::at([], text)]);
         }
         (Some(_), _) => {
@@ -287,9 +288,9 @@ fn check_attachments(attach: SocketAttach, sources: &[RankSource], listed: bool)
         };
         if attach == SocketAttach::Connect && source.endpoint.is_wildcard() {
             let text = format!(
-                "{} is a wildcard; write the address that the engine binds. \
-                 (vLLM binds where its own endpoint holds `*` or `::`, and otherwise connects: with an engine that \
-                 connects, write `attach: bind`)",
+                "{} is a wildcard; write the address that the engine binds. (vLLM binds where its \
+                own endpoint holds `*` or `::`, and otherwise connects: with an engine that \
+                connects, write `attach: bind`)",
                 source.endpoint
             );
             refuse("endpoint", text);
@@ -300,13 +301,14 @@ fn check_attachments(attach: SocketAttach, sources: &[RankSource], listed: bool)
             .filter(|replay| replay.is_wildcard())
         {
             let text = format!(
-                "{replay} is a wildcard; write the address of the engine, which always binds this endpoint"
+                "{replay} is a wildcard; write the address of the engine, which always binds this \
+                endpoint"
             );
             refuse("replay_endpoint", text);
         } else if source.replay_endpoint.as_ref() == Some(&source.endpoint) {
             let text = format!(
-                "{} is the `endpoint`, where events are published; the replay endpoint has a port of its own \
-                 (replay_endpoint of vLLM's --kv-events-config)",
+                "{} is the `endpoint`, where events are published; the replay endpoint has a port \
+                of its own (replay_endpoint of vLLM's --kv-events-config)",
                 source.endpoint
             );
             refuse("replay_endpoint", text);
@@ -340,8 +342,8 @@ fn find_duplicates(list: &[WorkerConfig]) -> Vec<Problem> {
         |(endpoint, _), first| {
             let owner = list[first].id;
             format!(
-                "{endpoint} is already the endpoint of the worker {owner}; endpoints must be unique, unless each \
-                 of these workers has `via: front_end`"
+                "{endpoint} is already the endpoint of the worker {owner}; endpoints must be \
+                unique, unless each of these workers has `via: front_end`"
             )
         },
     ));
@@ -389,8 +391,9 @@ fn find_shared_bootstraps(
             continue;
         }
         let text = format!(
-            "the worker {} has the bootstrap address {host}:{port}, which is already that of the worker {owner}; give \
-             each engine a different `--disaggregation-bootstrap-port`, and set it as `bootstrap: {{port: ..}}`",
+            "the worker {} has the bootstrap address {host}:{port}, which is already that of the \
+            worker {owner}; give each engine a different `--disaggregation-bootstrap-port`, and \
+            set it as `bootstrap: {{port: ..}}`",
             worker.id
         );
         let key = if list[at].bootstrap.is_some() {
@@ -433,7 +436,8 @@ fn find_shared_endpoints(
             };
             if let Some(other) = owners.get(endpoint) {
                 let text = format!(
-                    "rank {owner} would use {endpoint}, which is already the source of {other}; each rank needs a separate endpoint"
+                    "rank {owner} would use {endpoint}, which is already the source of {other}; \
+                    each rank needs a separate endpoint"
                 );
                 let listed = list[at]
                     .kv_events

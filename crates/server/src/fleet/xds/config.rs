@@ -91,7 +91,8 @@ impl EnvoyConfig {
     pub fn problems(&self, models: &[ModelName]) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.cluster.is_empty() {
-            let text = "the cluster has no name; write the one Envoy's `eds_cluster_config` has, `workers` by default";
+            let text = "the cluster has no name; write the one Envoy's `eds_cluster_config` has, \
+                `workers` by default";
             problems.push(Problem::of("cluster", text));
         }
         let page = self
@@ -105,7 +106,8 @@ impl EnvoyConfig {
             problems.push(Problem::of("admin_url", text));
         }
         if self.endpoints_file.is_none() && self.xds.is_none() && self.admin_url.is_none() {
-            let text = "no endpoints would be published; set `endpoints_file`, or `xds: {}` for an xDS server";
+            let text = "no endpoints would be published; set `endpoints_file`, or `xds: {}` for an \
+                xDS server";
             problems.push(Problem::at([], text));
         }
         let xds = self
@@ -122,7 +124,8 @@ impl XdsConfig {
         let mut problems = Vec::new();
         if let Some(tls) = &self.tls {
             if self.address.is_none() {
-                let text = "`tls` requires `address`; on the ext_proc listener, `listeners.ext_proc.tls` applies";
+                let text = "`tls` requires `address`; on the ext_proc listener, \
+                    `listeners.ext_proc.tls` applies";
                 problems.push(Problem::of("tls", text));
             }
             problems.extend(all_within("tls", tls.problems()));
@@ -177,7 +180,8 @@ impl XdsConfig {
                 refuse(
                     "model",
                     format!(
-                        "no model of the name `{model}` is configured under `models`; known are {known}"
+                        "no model of the name `{model}` is configured under `models`; known are \
+                        {known}"
                     ),
                 );
             }

@@ -141,9 +141,10 @@ pub(crate) const PIECES: &[&str] = &[
 ];
 
 /// Plain prose.
-const PROSE: &str = "The worker whose cache is warm answers first. \"Isn't that obvious?\", she asked; it's what they'd said, we'll see. \
-    Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. Portez ce vieux whisky au juge blond qui fume. \
-    El pingüino Wenceslao hizo kilómetros. Съешь же ещё этих мягких французских булок. いろはにほへと ちりぬるを。天地玄黄，宇宙洪荒。";
+const PROSE: &str = "The worker whose cache is warm answers first. \"Isn't that obvious?\", she \
+    asked; it's what they'd said, we'll see. Zwölf Boxkämpfer jagen Viktor quer über den großen \
+    Sylter Deich. Portez ce vieux whisky au juge blond qui fume. El pingüino Wenceslao hizo \
+    kilómetros. Съешь же ещё этих мягких французских булок. いろはにほへと ちりぬるを。天地玄黄，宇宙洪荒。";
 
 /// Length of the longest text in bytes. The fast library changes its algorithm at 64 KiB and at
 /// 256 KiB.

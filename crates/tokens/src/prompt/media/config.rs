@@ -85,12 +85,14 @@ impl MediaConfig {
         if let Some(image) = &self.image
             && image.tokens_per_item.is_some() == image.preprocessor_config.is_some()
         {
-            let text = "needs either `tokens_per_item`, the number of tokens of an image, or `preprocessor_config`";
+            let text = "needs either `tokens_per_item`, the number of tokens of an image, or \
+                `preprocessor_config`";
             problems.push(Problem::of("image", text));
         }
         for file in self.files().filter(|file| !file.is_file()) {
             let text = format!(
-                "{} does not exist; relative paths are resolved against the directory of the file that contains them",
+                "{} does not exist; relative paths are resolved against the directory of the file \
+                that contains them",
                 file.display()
             );
             problems.push(Problem::of("preprocessor_config", text).within("image"));

@@ -154,7 +154,8 @@ impl ReplicaSync {
             (true, false) => {
                 warn!(
                     servers = self.nats_servers(),
-                    "NATS connection lost; routing only considers bookings of this replica until it reconnects"
+                    "NATS connection lost; routing only considers bookings of this replica until \
+                    it reconnects"
                 );
                 // The failing attempts to reconnect follow from the loss.
                 UNREACHABLE.clone_into(&mut self.last_error.lock());

@@ -66,7 +66,8 @@ impl QueueConfig {
     fn check_buckets(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.uncached_buckets.is_empty() {
-            let text = "`classes` are given but no buckets; list at least `- {min_tokens: 0, bucket: all}`";
+            let text = "`classes` are given but no buckets; list at least `- {min_tokens: 0, \
+                bucket: all}`";
             problems.push(Problem::of("uncached_buckets", text));
         }
         let mut names = BTreeSet::new();
@@ -83,7 +84,8 @@ impl QueueConfig {
                     );
                 }
                 Some(previous) if *min_tokens <= previous => {
-                    let text = "must be greater than the one before it; sort the buckets in ascending order";
+                    let text = "must be greater than the one before it; sort the buckets in \
+                        ascending order";
                     push(
                         "min_tokens",
                         format!("{min_tokens} comes after {previous}, but {text}"),
@@ -131,7 +133,8 @@ impl QueueConfig {
                 };
                 if let Some(other) = before.iter().find(same) {
                     let text = format!(
-                        "family `{family}` and bucket `{bucket}` already select the class `{}`; change one of them",
+                        "family `{family}` and bucket `{bucket}` already select the class `{}`; \
+                        change one of them",
                         other.name
                     );
                     problems.push(Problem::of("bucket", text));
@@ -139,18 +142,21 @@ impl QueueConfig {
             }
             (None, None) if self.families().contains(class.name.as_str()) => {
                 let text = format!(
-                    "`{}` is also the name of a family; a request could not tell them apart, rename one",
+                    "`{}` is also the name of a family; a request could not tell them apart, \
+                    rename one",
                     class.name
                 );
                 problems.push(Problem::of("name", text));
             }
             (None, None) => {}
             (Some(_), None) => {
-                let text = "there is a family but no `bucket`; give both, or neither for a class selected by its name";
+                let text = "there is a family but no `bucket`; give both, or neither for a class \
+                    selected by its name";
                 problems.push(Problem::of("family", text));
             }
             (None, Some(_)) => {
-                let text = "there is a bucket but no `family`; give both, or neither for a class selected by its name";
+                let text = "there is a bucket but no `family`; give both, or neither for a class \
+                    selected by its name";
                 problems.push(Problem::of("bucket", text));
             }
         }
@@ -217,7 +223,8 @@ impl QueueConfig {
                 ))
             }
             None => {
-                let text = "`classes` are given but no `default_family`, so requests that name none have no class; add it";
+                let text = "`classes` are given but no `default_family`, so requests that name \
+                    none have no class; add it";
                 Some(Problem::at([], text))
             }
         }
