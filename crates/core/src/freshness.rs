@@ -4,7 +4,7 @@
 //! therefore has a status that follows from its history, and statistics for operators. The code is
 //! pure: callers report what happened and when.
 //!
-//! Decision 0031.
+//! Decision 0031, Decision 0035.
 
 mod rules;
 mod status;
@@ -343,7 +343,7 @@ impl EventSourceState {
 /// Detects a source that has stopped publishing: requests that must have stored blocks, and after
 /// which no event arrived. One such request proves nothing, because the engine may already hold the
 /// blocks, for example from another request a moment before. Several requests and some time are
-/// required (decision 0035).
+/// required.
 #[derive(Clone, Copy, Debug, Default)]
 struct SilenceDetector {
     requests: u32,
