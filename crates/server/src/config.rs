@@ -55,8 +55,7 @@ pub use model::{FirstToken, ModelConfig};
 pub use predict::{ApproximateConfig, ApproximatePolicy};
 pub use process::{LogConfig, LogFormat, LogLevel, PoolConfig, ProcessSection};
 pub use reload::ReloadedConfig;
-pub use requests::RequestsSection;
-pub use routing::RoutingSection;
+pub use routing::{OverloadConfig, RoutingSection};
 pub use tracking::{TrackingFamily, TrackingHashConfig};
 
 /// Name of a configuration of flags alone in errors.

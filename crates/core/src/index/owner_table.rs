@@ -172,7 +172,9 @@ impl OwnerTable {
             return;
         };
         map.assign(slot, by);
-        rules.into_iter().for_each(|rules| map.set_rules(by, rules));
+        if let Some(rules) = rules {
+            map.set_rules(by, rules);
+        }
     }
 
     /// Stops reporting the blocks of an owner.

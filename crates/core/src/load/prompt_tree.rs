@@ -113,7 +113,9 @@ impl PromptTree {
                 last = last.or(Some(id));
             }
         }
-        last.into_iter().for_each(|id| self.merge_child(id));
+        if let Some(id) = last {
+            self.merge_child(id);
+        }
         change
     }
 

@@ -147,7 +147,7 @@ impl PrefillResponse {
 
     /// Returns the usage that the prefill worker reports; `None` if it reports no prompt tokens.
     pub(super) fn usage(&self) -> Option<TokenUsage> {
-        TokenUsage::from_document(&self.body).filter(|usage| usage.prompt_tokens > 0)
+        TokenUsage::from_document(self.body()).filter(|usage| usage.prompt_tokens > 0)
     }
 }
 

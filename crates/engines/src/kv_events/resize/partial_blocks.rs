@@ -352,7 +352,9 @@ impl PartialBlocks {
             }
             open.extend(part.children);
         }
-        before.into_iter().for_each(|before| self.prune(before));
+        if let Some(before) = before {
+            self.prune(before);
+        }
     }
 
     /// Records that events were permanently lost. When a part is stored after a loss, its copies
