@@ -1,25 +1,12 @@
 //! Storage tiers of cached blocks, ordered from fast to slow.
 
 use serde::{Deserialize, Serialize};
-use strum::IntoStaticStr;
 
 /// Storage tier of a block.
 #[derive(
-    Clone,
-    Copy,
-    Debug,
-    Default,
-    PartialEq,
-    Eq,
-    Hash,
-    PartialOrd,
-    Ord,
-    Serialize,
-    Deserialize,
-    IntoStaticStr,
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(rename_all = "snake_case")]
-#[strum(serialize_all = "snake_case")]
 pub enum StorageTier {
     /// Accelerator memory.
     #[default]
@@ -43,6 +30,11 @@ impl StorageTier {
 
     /// Returns the name used in metrics and JSON.
     pub fn as_str(self) -> &'static str {
-        self.into()
+        match self {
+            StorageTier::Device => "device",
+            StorageTier::HostPinned => "host_pinned",
+            StorageTier::Disk => "disk",
+            StorageTier::External => "external",
+        }
     }
 }
