@@ -4,13 +4,14 @@
 //! that a real API server can show.
 
 mod faults;
+mod kubectl;
 mod load;
 mod requests;
 
 use serde_json::{Value, json};
 
 /// Returns a ready pod.
-pub(crate) fn pod(name: &str, ip: &str, labels: &Value) -> Value {
+fn pod(name: &str, ip: &str, labels: &Value) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod",
         "metadata": {"name": name, "namespace": "inference", "uid": format!("uid-of-{name}"), "labels": labels},
@@ -22,7 +23,7 @@ pub(crate) fn pod(name: &str, ip: &str, labels: &Value) -> Value {
     })
 }
 
-pub(crate) fn pool(name: &str, labels: &Value, ports: &[u16]) -> Value {
+fn pool(name: &str, labels: &Value, ports: &[u16]) -> Value {
     let ports: Vec<Value> = ports.iter().map(|port| json!({"number": port})).collect();
     json!({
         "apiVersion": "inference.networking.k8s.io/v1", "kind": "InferencePool",
@@ -31,6 +32,6 @@ pub(crate) fn pool(name: &str, labels: &Value, ports: &[u16]) -> Value {
     })
 }
 
-pub(crate) fn set_ready(pod: &mut Value, is_ready: bool) {
-    pod["status"]["conditions"][1]["status"] = json!(if is_ready { "True" } else { "False" });
+fn ready(pod: &mut Value, ready: bool) {
+    pod["status"]["conditions"][1]["status"] = json!(if ready { "True" } else { "False" });
 }

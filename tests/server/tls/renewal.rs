@@ -1,6 +1,7 @@
 //! Certificates that are replaced at run time.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 
 use serde_json::{Value, json};
@@ -62,6 +63,39 @@ async fn new_connections_use_renewed_certificate() {
     .await;
     assert_eq!(site.metric(APPLIED).await, 2.0);
     assert!(old.is_served().await.unwrap());
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn mounted_secret_swap_is_detected() {
+    let authority = TestAuthority::new("ours");
+    let version = |directory: &Path, name: &str, number: u64| {
+        authority.sign(number).write(&directory.join(name))
+    };
+    let site = TlsSite::start(config(&json!({"cert_dir": "certs"})), |directory| {
+        let directory = directory.join("certs");
+        version(&directory, "..v1", 1);
+        symlink("..v1", directory.join("..data")).unwrap();
+        for name in ["tls.crt", "tls.key"] {
+            symlink(format!("..data/{name}"), directory.join(name)).unwrap();
+        }
+    })
+    .await;
+    let trusting = || client(Some(&authority), None, "h2");
+    assert_eq!(serial(site.ext_proc, trusting()).await, 1);
+    version(&site.path("certs"), "..v2", 2);
+    symlink("..v2", site.path("certs/..data_tmp")).unwrap();
+    fs::rename(site.path("certs/..data_tmp"), site.path("certs/..data")).unwrap();
+    fs::remove_dir_all(site.path("certs/..v1")).unwrap();
+    until("the second", async || {
+        serial(site.ext_proc, trusting()).await == 2
+    })
+    .await;
+    assert_eq!(
+        (site.metric(APPLIED).await, site.metric(INVALID).await),
+        (1.0, 0.0),
+        "the swap is applied in one step"
+    );
     site.stop().await;
 }
 

@@ -106,6 +106,29 @@ fn cost_is_finite_for_any_prompt_length() {
 }
 
 #[test]
+fn exact_ties_are_shared_evenly() {
+    let mut candidates = vec![candidate(); 4];
+    candidates[1].additional_blocks = 5;
+    let counts = counts(&candidates, &Weights::default(), 3000);
+    assert_eq!(counts[1], 0);
+    assert!(
+        counts
+            .iter()
+            .enumerate()
+            .all(|(at, count)| at == 1 || (900..1100).contains(count)),
+        "{counts:?}"
+    );
+    let choice = choose(
+        &input(),
+        &candidates,
+        &PolicySettings::linear(Weights::default()),
+        &mut StdRng::seed_from_u64(1),
+    )
+    .unwrap();
+    assert_eq!(choice.ties, 3);
+}
+
+#[test]
 fn temperature_samples_by_relative_cost() {
     let candidates = with_requests([0, 1, 2, 4]);
     let share = |cost: f64| (-cost / 4.0).exp();

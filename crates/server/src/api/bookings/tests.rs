@@ -145,6 +145,40 @@ fn attempt(request: &str, number: u64) -> RequestAttempt<'_> {
 }
 
 #[test]
+fn guards_are_dropped_with_their_booking() {
+    let fixture = BookingFixture::new();
+    let ends: [(&str, &dyn Fn()); 2] = [
+        ("freed", &|| {
+            assert_eq!(fixture.free(attempt("a", 0)), LedgerChange::Applied)
+        }),
+        ("expired", &|| {
+            fixture.advance(IDLE_TIMEOUT + Duration::from_millis(1));
+            assert_eq!(fixture.bookings.expire(), 1);
+        }),
+    ];
+    for ((cause, end), number) in ends.into_iter().zip(0..) {
+        assert!(fixture.route(attempt("a", number), 3).unwrap(), "{cause}");
+        assert_eq!(fixture.counts(), (1, 1, 1), "{cause}");
+        end();
+        assert_eq!(fixture.counts(), (0, 0, 0), "{cause}");
+    }
+}
+
+#[test]
+fn concurrent_bookings_of_one_attempt_count_once() {
+    let fixture = BookingFixture::new();
+    // Both calls look up the attempt before either is booked.
+    let first = fixture.active_request(3);
+    let second = fixture.active_request(3);
+    let (route, outcome) = fixture.bookings.store(attempt("a", 0), first).unwrap();
+    assert_eq!(outcome, BookingOutcome::Booked);
+    let (again, outcome) = fixture.bookings.store(attempt("a", 0), second).unwrap();
+    assert_eq!(outcome, BookingOutcome::AlreadyBooked);
+    assert!(Arc::ptr_eq(&route, &again));
+    assert_eq!(fixture.counts(), (1, 1, 1));
+}
+
+#[test]
 fn later_attempt_replaces_earlier_one() {
     let fixture = BookingFixture::new();
     assert!(fixture.route(attempt("a", 1), 3).unwrap());
@@ -181,6 +215,35 @@ fn later_attempt_replaces_earlier_one() {
         "a late call for the earlier attempt"
     );
     assert_eq!(fixture.counts(), (1, 1, 1));
+}
+
+#[test]
+fn ended_attempt_repeats_its_result_unbooked() {
+    let fixture = BookingFixture::new();
+    let booked_attempt = attempt("a", 0);
+    let active = fixture.active_request(3);
+    let (route, outcome) = fixture.bookings.store(booked_attempt, active).unwrap();
+    assert_eq!(outcome, BookingOutcome::Booked);
+    assert_eq!(fixture.free(booked_attempt), LedgerChange::Applied);
+    assert!(Arc::ptr_eq(
+        &fixture
+            .bookings
+            .find_route(booked_attempt)
+            .unwrap()
+            .unwrap(),
+        &route
+    ));
+    assert_eq!(
+        (
+            fixture.mark(booked_attempt).unwrap(),
+            fixture.free(booked_attempt)
+        ),
+        (LedgerChange::Unchanged, LedgerChange::Unchanged)
+    );
+    assert!(fixture.add(attempt("b", 0), 1).unwrap());
+    assert_eq!(fixture.free(attempt("b", 0)), LedgerChange::Applied);
+    assert!(!fixture.add(attempt("b", 0), 1).unwrap());
+    assert_eq!(fixture.counts(), (0, 0, 0));
 }
 
 #[test]
