@@ -6,7 +6,6 @@
 mod bookings;
 pub mod config;
 mod error;
-mod events;
 mod index_dump;
 mod rank_copy;
 mod request;
@@ -29,7 +28,6 @@ use warmroute_runtime::lifecycle::{Readiness, ticks};
 
 pub use config::{ApiConfig, MAX_PROMPT_BLOCKS};
 pub use error::ApiError;
-pub use events::InvalidEventError;
 pub use index_dump::DumpStream;
 pub use writers::{RankWriters, RegisteredWriter};
 

@@ -8,7 +8,6 @@ mod dispatcher;
 mod health_log;
 pub mod queue;
 mod queue_metadata;
-mod reroute;
 mod session;
 mod stored_responses;
 mod timed_router;

@@ -13,7 +13,6 @@ mod handoff;
 mod headers;
 mod mirror;
 mod plan;
-mod remote;
 mod retry;
 
 pub use aborts::AbortClient;
@@ -31,5 +30,4 @@ pub use mirror::{
 };
 pub use plan::{PrefillExecutor, PrefillPlanner, UncheckedBodyError};
 pub(crate) use plan::{PrefillOutcome, PrefillPlan};
-pub use remote::RemotePrefill;
-pub use retry::{CopiedRequest, PrefillRecord};
+pub use retry::{CopiedRequest, PrefillRecord, RemotePrefill};

@@ -29,15 +29,6 @@ pub struct TrackingKey {
     secret: [u8; 32],
 }
 
-/// Scope of keyed hashes: equal prompts in two scopes have different hashes.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct TrackingScope<'a> {
-    /// Name of the model.
-    pub model: &'a str,
-    /// Group of workers that share one load table.
-    pub routing_group: &'a str,
-}
-
 impl TrackingKey {
     /// Length of a secret in bytes.
     pub const LEN: usize = 32;
@@ -75,18 +66,14 @@ impl TrackingKey {
         }
     }
 
-    /// Derives the seeds for a prompt.
-    fn seeds(
-        &self,
-        content: &PromptContent<'_>,
-        block_size: u32,
-        scope: TrackingScope<'_>,
-    ) -> TrackingSeeds {
+    /// Derives the seeds for a prompt of a model. The group of workers that share one load table is
+    /// always empty.
+    fn seeds(&self, content: &PromptContent<'_>, block_size: u32, model: &str) -> TrackingSeeds {
         let mut frames = FieldFrames(blake3::Hasher::new_keyed(&self.secret));
         frames.0.update(DOMAIN);
         frames.mandatory(1, self.id.as_bytes());
-        frames.mandatory(2, scope.model.as_bytes());
-        frames.mandatory(3, scope.routing_group.as_bytes());
+        frames.mandatory(2, model.as_bytes());
+        frames.mandatory(3, b"");
         frames.mandatory(4, &block_size.to_le_bytes());
         frames.optional(5, content.salt.cache.as_deref());
         frames.optional(6, content.salt.lora.as_deref());
@@ -138,19 +125,19 @@ impl FieldFrames {
 }
 
 impl TrackingHash {
-    /// Returns the hashes of a prompt's complete blocks. `hashes` must belong to the same content,
-    /// and are reused if possible.
+    /// Returns the hashes of a prompt's complete blocks. Keyed hashes of equal prompts differ between
+    /// models. `hashes` must belong to the same content, and are reused if possible.
     pub fn sequences(
         &self,
         content: &PromptContent<'_>,
         hashes: &BlockHashes,
-        scope: TrackingScope<'_>,
+        model: &str,
     ) -> Arc<[SequenceHash]> {
         match self {
             TrackingHash::Public => hashes.shared_sequences(),
             TrackingHash::Keyed(key) => {
                 let block_size = hashes.block_size();
-                let seeds = key.seeds(content, block_size.0.get(), scope);
+                let seeds = key.seeds(content, block_size.0.get(), model);
                 seeded_sequences(content, block_size, seeds)
             }
         }

@@ -9,12 +9,13 @@ use tonic::{Code, Streaming};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
-use warmroute_core::block::{BlockHashes, CacheSalt};
+use warmroute_core::block::{BlockHashes, CacheSalt, EngineHash, LocalHash, StorageTier};
 use warmroute_core::index::dump::{DumpReader, VERSION};
-use warmroute_core::index::{KvEvent, Overlaps, PrefixIndex, RankWriter};
+use warmroute_core::index::{KvEvent, Overlaps, PrefixIndex, RankWriter, StoredBlock};
 use warmroute_core::worker::{BlockSize, RankSlot};
 use warmroute_server::proto::router as pb;
 use warmroute_server::proto::router::dump_events_response::Kind;
+use warmroute_server::proto::router::event::Change;
 use warmroute_testbed::ports::PATIENCE;
 
 use crate::api::site::{ApiSite, StubEngine, rank, tokens, worker};
@@ -113,7 +114,7 @@ fn rebuild(received: &[Kind]) -> (Arc<PrefixIndex>, HashMap<u64, RankWriter>) {
                 writers.insert(current, index.create_writer(RankSlot(current as u32)));
             }
             Kind::Event(event) => {
-                let event = KvEvent::try_from(event.clone()).unwrap();
+                let event = stored_event(event);
                 writers.get_mut(&current).unwrap().apply(&event);
                 events += 1;
             }
@@ -126,6 +127,23 @@ fn rebuild(received: &[Kind]) -> (Arc<PrefixIndex>, HashMap<u64, RankWriter>) {
     );
     assert!(events > 0);
     (index, writers)
+}
+
+/// Converts a message about blocks of a device, which are all that the engines have stored.
+fn stored_event(message: &pb::Event) -> KvEvent {
+    let Some(Change::Stored(stored)) = &message.change else {
+        panic!("{message:?}")
+    };
+    assert_eq!(stored.tier(), pb::Tier::Device);
+    let block = |block: &pb::StoredBlock| StoredBlock {
+        engine: EngineHash(block.engine_hash),
+        local: LocalHash(block.local_hash),
+    };
+    KvEvent::Stored {
+        parent: stored.parent.map(EngineHash),
+        blocks: stored.blocks.iter().map(block).collect(),
+        tier: StorageTier::Device,
+    }
 }
 
 /// Asserts the dumps of worker 2, and of worker 3, which has no event source.

@@ -2,15 +2,16 @@
 
 use std::ops::Range;
 
-use warmroute_core::block::BlockHashes;
+use warmroute_core::block::{BlockHashes, EngineHash, StorageTier};
 use warmroute_core::fleet::Fleet;
-use warmroute_core::index::TierBlocks;
+use warmroute_core::index::{GroupNeed, KvEvent, StoredBlock, TierBlocks};
 use warmroute_core::load::RankLoad;
 use warmroute_core::policy::{Choice, Cost, CostTerm};
 use warmroute_core::router::{Mode, RankEndpoint, Route, SharedBlocks, WorkerEstimate};
 use warmroute_core::worker::{BlockSize, ModelName, Worker, WorkerRank, WorkerRole};
 
 use crate::proto::router as pb;
+use crate::proto::router::event::Change;
 
 pub(super) fn rank_to_proto(rank: WorkerRank) -> pb::WorkerRank {
     pb::WorkerRank {
@@ -249,5 +250,160 @@ fn worker_to_proto(worker: &Worker) -> pb::Worker {
         topology: worker.topology.clone().into_iter().collect(),
         max_num_batched_tokens: worker.capacity.max_num_batched_tokens,
         total_kv_blocks: worker.capacity.total_kv_blocks,
+    }
+}
+
+impl From<KvEvent> for pb::Event {
+    fn from(event: KvEvent) -> Self {
+        let change = match event {
+            KvEvent::Stored {
+                parent,
+                blocks,
+                tier,
+            } => Change::Stored(pb::Stored {
+                parent: parent.map(|parent| parent.0),
+                blocks: blocks.iter().map(stored_block_to_proto).collect(),
+                tier: tier_to_proto(tier).into(),
+            }),
+            KvEvent::Removed { blocks, tier } => Change::Removed(pb::Removed {
+                blocks: hashes_to_proto(&blocks),
+                tier: tier_to_proto(tier).into(),
+            }),
+            KvEvent::GroupStored {
+                group,
+                need,
+                blocks,
+            } => {
+                let need = match need {
+                    GroupNeed::Trailing { blocks, stride } => Some(pb::GroupNeed {
+                        blocks,
+                        stride: stride.get(),
+                    }),
+                    GroupNeed::Unknown => None,
+                };
+                Change::GroupStored(pb::GroupStored {
+                    group,
+                    need,
+                    blocks: hashes_to_proto(&blocks),
+                })
+            }
+            KvEvent::GroupRemoved { group, blocks } => Change::GroupRemoved(pb::GroupRemoved {
+                group,
+                blocks: hashes_to_proto(&blocks),
+            }),
+            KvEvent::Cleared => Change::Cleared(pb::Cleared {}),
+        };
+        Self {
+            change: Some(change),
+        }
+    }
+}
+
+fn stored_block_to_proto(block: &StoredBlock) -> pb::StoredBlock {
+    pb::StoredBlock {
+        engine_hash: block.engine.0,
+        local_hash: block.local.0,
+    }
+}
+
+fn hashes_to_proto(blocks: &[EngineHash]) -> Vec<u64> {
+    blocks.iter().map(|block| block.0).collect()
+}
+
+fn tier_to_proto(tier: StorageTier) -> pb::Tier {
+    match tier {
+        StorageTier::Device => pb::Tier::Device,
+        StorageTier::HostPinned => pb::Tier::Host,
+        StorageTier::Disk => pb::Tier::Disk,
+        StorageTier::External => pb::Tier::External,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU32;
+
+    use warmroute_core::block::LocalHash;
+
+    use super::*;
+
+    #[test]
+    fn events_are_converted_to_messages() {
+        let block = EngineHash(2);
+        let stored = KvEvent::Stored {
+            parent: Some(EngineHash(u64::MAX)),
+            blocks: vec![StoredBlock {
+                engine: block,
+                local: LocalHash(3),
+            }],
+            tier: StorageTier::HostPinned,
+        };
+        let group_stored = |need| KvEvent::GroupStored {
+            group: 1,
+            need,
+            blocks: vec![block],
+        };
+        let trailing = GroupNeed::Trailing {
+            blocks: 4,
+            stride: NonZeroU32::MIN,
+        };
+        let group_message = |need| {
+            Change::GroupStored(pb::GroupStored {
+                group: 1,
+                need,
+                blocks: vec![2],
+            })
+        };
+        let removed = KvEvent::GroupRemoved {
+            group: 1,
+            blocks: vec![block],
+        };
+        let cases = [
+            (
+                stored,
+                Change::Stored(pb::Stored {
+                    parent: Some(u64::MAX),
+                    blocks: vec![pb::StoredBlock {
+                        engine_hash: 2,
+                        local_hash: 3,
+                    }],
+                    tier: pb::Tier::Host.into(),
+                }),
+            ),
+            (
+                group_stored(trailing),
+                group_message(Some(pb::GroupNeed {
+                    blocks: 4,
+                    stride: 1,
+                })),
+            ),
+            (group_stored(GroupNeed::Unknown), group_message(None)),
+            (
+                removed,
+                Change::GroupRemoved(pb::GroupRemoved {
+                    group: 1,
+                    blocks: vec![2],
+                }),
+            ),
+            (KvEvent::Cleared, Change::Cleared(pb::Cleared {})),
+        ];
+        for (event, change) in cases {
+            assert_eq!(pb::Event::from(event).change, Some(change));
+        }
+        for (tier, message) in [
+            (StorageTier::Device, pb::Tier::Device),
+            (StorageTier::Disk, pb::Tier::Disk),
+            (StorageTier::External, pb::Tier::External),
+        ] {
+            let removed = KvEvent::Removed {
+                blocks: vec![block],
+                tier,
+            };
+            let change = Change::Removed(pb::Removed {
+                blocks: vec![2],
+                tier: message.into(),
+            });
+            assert_eq!(pb::Event::from(removed).change, Some(change));
+        }
     }
 }

@@ -370,7 +370,8 @@ impl CacheAudit {
         };
         let entry = attribute_miss(&response.forecast, response.usage, evidence);
         self.update_metrics(&entry);
-        self.totals.lock().model_mut(&entry.model).add(&entry);
+        let model = &response.forecast.model;
+        self.totals.lock().model_mut(model).add(&entry);
     }
 
     /// Learns whether the engine recomputes the last matched block. Returns whether this alone
@@ -401,22 +402,31 @@ impl CacheAudit {
         }
     }
 
-    fn update_metrics(&self, entry: &AuditEntry) {
+    fn update_metrics(&self, entry: &AuditEntry<'_>) {
         let metrics = &self.metrics;
-        let model = entry.model.as_str();
+        let model = &entry.forecast.model;
         let tokens = [
-            ("prompt", entry.prompt_tokens),
-            ("available", entry.available_tokens),
-            ("captured", entry.captured_tokens),
-            ("by_chance", entry.chance_tokens),
-            ("delivered", entry.delivered_tokens),
+            ("prompt", entry.usage.prompt_tokens),
+            (
+                "available",
+                entry.predicted(|forecast| forecast.available_tokens),
+            ),
+            (
+                "captured",
+                entry.predicted(|forecast| forecast.captured_tokens),
+            ),
+            (
+                "by_chance",
+                entry.predicted(|forecast| forecast.chance_tokens),
+            ),
+            ("delivered", entry.usage.cached_tokens),
         ];
         for (kind, count) in tokens {
             metrics
                 .audit
                 .tokens
                 .get_or_create(&ModelTokensLabels {
-                    model: model.into(),
+                    model: model.as_str().into(),
                     kind,
                 })
                 .inc_by(count);
@@ -425,14 +435,14 @@ impl CacheAudit {
             metrics
                 .audit
                 .missed_tokens
-                .get_or_create(&CauseLabels::new(model, cause.as_str()))
+                .get_or_create(&CauseLabels::new(model.as_str(), cause.as_str()))
                 .inc_by(count);
         }
         let outcome = entry.outcome_label();
         metrics
             .audit
             .responses
-            .get_or_create(&ModelOutcomeLabels::new(&entry.model, outcome))
+            .get_or_create(&ModelOutcomeLabels::new(model, outcome))
             .inc();
         if !entry.has_forecast {
             return;
@@ -445,13 +455,13 @@ impl CacheAudit {
             };
             if let Some(family) = by_sign {
                 family
-                    .get_or_create(&ModelLabel::from(&entry.model))
+                    .get_or_create(&ModelLabel::from(model))
                     .observe(blocks.unsigned_abs() as f64);
             }
             metrics
                 .audit
                 .mispredictions
-                .get_or_create(&CauseLabels::new(model, cause.as_str()))
+                .get_or_create(&CauseLabels::new(model.as_str(), cause.as_str()))
                 .inc();
         }
     }

@@ -10,11 +10,9 @@
 mod admission_queue;
 pub mod config;
 mod enter;
-mod wait;
 
 pub use admission_queue::{AdmissionQueue, PlaceResult, PrefillBacklog};
-pub use enter::EnterOutcome;
-pub use wait::QueueWait;
+pub use enter::{EnterOutcome, QueueWait};
 
 pub use warmroute_core::queue::{
     AdmissionError, BusyThreshold, ClassCounters, ClassId, ClassStatus, FairQueue, PlaceOutcome,

@@ -86,11 +86,6 @@ impl Exchange {
         self.request.is_gathering(&self.context)
     }
 
-    /// Returns whether the first token of the response is due and has not been observed.
-    pub fn awaits_first_token(&self) -> bool {
-        self.response.awaits_first_token()
-    }
-
     /// Returns the number of buffered request bytes.
     pub fn buffered_bytes(&self) -> usize {
         self.request.buffered_bytes()

@@ -57,11 +57,3 @@ impl HeaderChanges {
         })
     }
 }
-
-#[cfg(test)]
-impl HeaderChanges {
-    /// Returns the headers that are set.
-    pub(super) fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.set.iter().map(|(name, value)| (&**name, &**value))
-    }
-}

@@ -9,7 +9,7 @@ use warmroute_core::envoy_names::SERVED_KEY;
 use warmroute_core::router::RouteTarget;
 use warmroute_core::worker::WorkerEndpoint;
 
-use super::header_changes::{HeaderChanges, HeaderKey};
+use super::header_changes::HeaderKey;
 use super::headers::{self, RequestHead};
 use super::metadata::SUBSET_KEY;
 use crate::request::hint_headers;
@@ -259,13 +259,6 @@ impl RoutingHeaders {
         self.removed_names().filter(sent).cloned().collect()
     }
 
-    /// Adds the headers of a route.
-    pub fn add_route_headers(&self, target: &RouteTarget, changes: &mut HeaderChanges) {
-        for (name, value) in self.route_headers(target) {
-            changes.set(name.clone(), value);
-        }
-    }
-
     /// Returns the names and values of the headers of a route.
     pub fn route_headers<'a>(
         &'a self,
@@ -327,10 +320,8 @@ mod tests {
     }
 
     fn header_lines(headers: &RoutingHeaders, target: &RouteTarget) -> Vec<String> {
-        let mut changes = HeaderChanges::default();
-        headers.add_route_headers(target, &mut changes);
-        changes
-            .pairs()
+        headers
+            .route_headers(target)
             .map(|(name, value)| format!("{name}={value}"))
             .collect()
     }

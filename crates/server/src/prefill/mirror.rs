@@ -21,7 +21,7 @@ use super::bootstrap::{BootstrapInfo, BootstrapRoom, engine_request_ids};
 use super::client::{PrefillClient, PrefillError, RunningPrefill};
 use super::fallback::record_prefill_outcome;
 use super::plan::PrefillOutcome;
-use super::remote::RemotePrefill;
+use super::retry::RemotePrefill;
 use crate::dispatch::ActiveRequest;
 use crate::dispatch::audit::CacheAudit;
 

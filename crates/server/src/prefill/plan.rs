@@ -20,8 +20,7 @@ use super::fallback::{FallbackContext, SequentialPrefill};
 use super::handoff::{KvHandoff, SplitError, StrippedBody, engine_path, strip_kv_fields};
 use super::headers::{ClientHeaders, forwarded_headers};
 use super::mirror::{MirrorContext, MirrorTarget, PrefillMirror};
-use super::remote::RemotePrefill;
-use super::retry::{CopiedRequest, PrefillRecord};
+use super::retry::{CopiedRequest, PrefillRecord, RemotePrefill};
 use crate::dispatch::{ActiveRequest, Dispatcher};
 use crate::request::{PreprocessedRequest, RequestBody};
 

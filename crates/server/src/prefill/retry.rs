@@ -25,13 +25,62 @@ use super::fallback::{
     FallbackContext, SequentialPrefill, audit_prefill_response, record_prefill_outcome,
 };
 use super::handoff::{KvHandoff, PrefillBody, PrefillResponse, StrippedBody, strip_kv_fields};
-use super::mirror::{BootstrapPair, MirrorContext, MirroredPrefill, PrefillMirror};
+use super::mirror::{BootstrapPair, MirrorContext, MirroredPrefill, PrefillEvent, PrefillMirror};
 use super::plan::PrefillOutcome;
-use super::remote::RemotePrefill;
 use crate::dispatch::{ActiveRequest, Dispatcher, log_health_changes};
 
 /// Timeout of a connection attempt to a running worker.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// A prefill on another worker.
+pub enum RemotePrefill {
+    /// warmroute called the prefill worker.
+    Call(Box<PrefillRecord>),
+    /// Both workers received the request.
+    Mirror(Box<MirroredPrefill>),
+}
+
+impl RemotePrefill {
+    /// Returns the maximum duration of another attempt.
+    pub fn max_duration(&self) -> Duration {
+        match self {
+            RemotePrefill::Call(record) => record.max_duration(),
+            RemotePrefill::Mirror(_) => Duration::ZERO,
+        }
+    }
+
+    /// Returns whether warmroute receives the response of the prefill worker.
+    pub fn receives_response(&self) -> bool {
+        match self {
+            RemotePrefill::Call(_) => true,
+            RemotePrefill::Mirror(mirrored) => mirrored.receives_response(),
+        }
+    }
+
+    /// Completes at the next event of a mirrored prefill. A called prefill has no events.
+    pub async fn next_event(&mut self) -> PrefillEvent {
+        match self {
+            RemotePrefill::Mirror(mirrored) => mirrored.next_event().await,
+            RemotePrefill::Call(_) => std::future::pending().await,
+        }
+    }
+
+    /// Prefills the request again for its new decode worker.
+    pub(crate) async fn retry(
+        self,
+        dispatcher: &Dispatcher,
+        mut active: ActiveRequest,
+        retried: CopiedRequest,
+    ) -> Result<PrefillOutcome, RouteError> {
+        match self {
+            RemotePrefill::Mirror(mirrored) => {
+                let pair = mirrored.retry(dispatcher, &mut active, &retried).await?;
+                Ok(pair.into_outcome(active))
+            }
+            RemotePrefill::Call(record) => record.retry(dispatcher, active, retried).await,
+        }
+    }
+}
 
 /// The parts of a client's request that a prefill worker receives.
 #[derive(Debug)]

@@ -22,7 +22,7 @@ use super::engine_tokens::{EngineTokensResult, TokenSource};
 use super::models::{ConfiguredModel, ResolvedModel};
 use super::partial_request::PromptEncoding;
 use super::preprocessor::PreprocessorParts;
-use crate::tracking_hash::{TrackingHash, TrackingScope};
+use crate::tracking_hash::TrackingHash;
 
 /// Maximum number of tokens of a prompt if no engine reports its context length.
 const DEFAULT_MAX_TOKENS: usize = 1 << 20;
@@ -266,12 +266,9 @@ impl<'m> PromptEncoder<'m> {
         content: &PromptContent<'_>,
         hashes: &BlockHashes,
     ) -> Option<Arc<[SequenceHash]>> {
-        let scope = TrackingScope {
-            model: self.model.name.as_str(),
-            routing_group: "",
-        };
+        let model = self.model.name.as_str();
         (*self.tracking_hash != TrackingHash::Public)
-            .then(|| self.tracking_hash.sequences(content, hashes, scope))
+            .then(|| self.tracking_hash.sequences(content, hashes, model))
     }
 
     /// Returns the maximum number of tokens of a prompt that are computed and hashed. No engine

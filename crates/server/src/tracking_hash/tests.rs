@@ -4,10 +4,7 @@ use warmroute_core::worker::BlockSize;
 use super::*;
 
 const TOKENS: [u32; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 9];
-const SCOPE: TrackingScope<'static> = TrackingScope {
-    model: "llama",
-    routing_group: "group",
-};
+const MODEL: &str = "llama";
 
 fn key(id: &str, byte: u8) -> TrackingHash {
     TrackingHash::Keyed(TrackingKey::new(id, [byte; 32]))
@@ -16,10 +13,10 @@ fn key(id: &str, byte: u8) -> TrackingHash {
 fn hashes_of(
     family: &TrackingHash,
     content: &PromptContent<'_>,
-    scope: TrackingScope<'_>,
+    model: &str,
 ) -> Arc<[SequenceHash]> {
     let hashes = BlockHashes::from_content(content, BlockSize::new(4).unwrap());
-    family.sequences(content, &hashes, scope)
+    family.sequences(content, &hashes, model)
 }
 
 #[test]
@@ -27,7 +24,7 @@ fn public_tracking_hashes_equal_sequence_hashes() {
     let salt = CacheSalt::default();
     let content = PromptContent::text(&TOKENS, &salt);
     let hashes = BlockHashes::from_content(&content, BlockSize::new(4).unwrap());
-    let tracked = TrackingHash::Public.sequences(&content, &hashes, SCOPE);
+    let tracked = TrackingHash::Public.sequences(&content, &hashes, MODEL);
     assert!(
         std::ptr::eq(tracked.as_ref(), hashes.sequences()),
         "no copy"
@@ -43,7 +40,7 @@ fn keyed_hashes_match_manual_framing() {
     let mut framed = b"dynamo.router.tracking-hash/keyed-xxh3-v1\0".to_vec();
     framed.extend(b"\x01\x02\0\0\0\0\0\0\0k1");
     framed.extend(b"\x02\x05\0\0\0\0\0\0\0llama");
-    framed.extend(b"\x03\x05\0\0\0\0\0\0\0group");
+    framed.extend(b"\x03\0\0\0\0\0\0\0\0");
     framed.extend(b"\x04\x04\0\0\0\0\0\0\0\x04\0\0\0");
     framed.extend(b"\x05\x01\x06\0\0\0\0\0\0\0tenant");
     framed.extend(b"\x06\0");
@@ -63,7 +60,7 @@ fn keyed_hashes_match_manual_framing() {
         &[first.to_le_bytes(), second.to_le_bytes()].concat(),
         seed(8),
     );
-    let tracked = hashes_of(&key("k1", 7), &PromptContent::text(&TOKENS, &salt), SCOPE);
+    let tracked = hashes_of(&key("k1", 7), &PromptContent::text(&TOKENS, &salt), MODEL);
     assert_eq!(*tracked, [SequenceHash(first), SequenceHash(chained)]);
 }
 
@@ -87,28 +84,23 @@ fn keyed_hashes_differ_by_every_field() {
         windows: BlockWindows::Eagle,
         ..text
     };
-    let other = |model, routing_group| TrackingScope {
-        model,
-        routing_group,
-    };
     let k1 = key("k", 1);
     let all = [
-        hashes_of(&k1, &text, SCOPE),
-        hashes_of(&TrackingHash::Public, &text, SCOPE),
-        hashes_of(&key("l", 1), &text, SCOPE),
-        hashes_of(&key("k", 2), &text, SCOPE),
-        hashes_of(&k1, &text, other("llam", "agroup")),
-        hashes_of(&k1, &text, other("llama", "")),
-        hashes_of(&k1, &PromptContent::text(&TOKENS, &lora), SCOPE),
-        hashes_of(&k1, &PromptContent::text(&TOKENS, &cache), SCOPE),
-        hashes_of(&k1, &eagle, SCOPE),
+        hashes_of(&k1, &text, MODEL),
+        hashes_of(&TrackingHash::Public, &text, MODEL),
+        hashes_of(&key("l", 1), &text, MODEL),
+        hashes_of(&key("k", 2), &text, MODEL),
+        hashes_of(&k1, &text, "llam"),
+        hashes_of(&k1, &PromptContent::text(&TOKENS, &lora), MODEL),
+        hashes_of(&k1, &PromptContent::text(&TOKENS, &cache), MODEL),
+        hashes_of(&k1, &eagle, MODEL),
         hashes_of(
             &k1,
             &PromptContent {
                 objects: &object,
                 ..text
             },
-            SCOPE,
+            MODEL,
         ),
     ];
     for (case, hashes) in all.iter().enumerate() {
@@ -125,7 +117,7 @@ fn keyed_hashes_differ_by_every_field() {
         cache: Some(String::new()),
     };
     assert_eq!(
-        hashes_of(&k1, &PromptContent::text(&TOKENS, &empty), SCOPE),
+        hashes_of(&k1, &PromptContent::text(&TOKENS, &empty), MODEL),
         all[0],
         "an empty salt equals no salt"
     );

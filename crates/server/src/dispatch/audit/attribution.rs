@@ -201,21 +201,11 @@ impl MissCause {
 
 /// Audited response.
 #[derive(Clone, Debug, PartialEq)]
-pub struct AuditEntry {
-    /// Model of the request.
-    pub model: ModelName,
-    /// Role of the worker that computed the prompt; `None` if it has left the fleet.
-    pub role: Option<WorkerRole>,
-    /// Prompt tokens that the engine reported.
-    pub prompt_tokens: u64,
-    /// Tokens cached at the best candidate.
-    pub available_tokens: u64,
-    /// Tokens cached at the chosen rank.
-    pub captured_tokens: u64,
-    /// Mean of the tokens cached over all candidates.
-    pub chance_tokens: u64,
-    /// Tokens that the engine found cached.
-    pub delivered_tokens: u64,
+pub struct AuditEntry<'f> {
+    /// Forecast made when the request was routed.
+    pub forecast: &'f HitForecast,
+    /// Usage that the engine reported, within credible limits.
+    pub usage: ReportedUsage,
     /// Tokens that were not found cached, by cause.
     pub missed_tokens: Vec<(MissCause, u64)>,
     /// Difference to the forecast in blocks (positive: more were found), and its cause.
@@ -224,26 +214,13 @@ pub struct AuditEntry {
     pub has_forecast: bool,
 }
 
-impl AuditEntry {
-    /// Returns an entry whose missed tokens are not attributed yet.
-    fn unattributed(
-        forecast: &HitForecast,
-        usage: ReportedUsage,
-        error: Option<(i64, MissCause)>,
-    ) -> Self {
-        let has_forecast = !is_load_only(forecast);
-        let predicted = |tokens: u64| if has_forecast { tokens } else { 0 };
-        Self {
-            model: forecast.model.clone(),
-            role: forecast.role,
-            prompt_tokens: usage.prompt_tokens,
-            available_tokens: predicted(forecast.available_tokens),
-            captured_tokens: predicted(forecast.captured_tokens),
-            chance_tokens: predicted(forecast.chance_tokens),
-            delivered_tokens: usage.cached_tokens,
-            missed_tokens: Vec::new(),
-            error,
-            has_forecast,
+impl AuditEntry<'_> {
+    /// Returns a number of tokens of the forecast, 0 without one.
+    pub(super) fn predicted(&self, tokens: impl FnOnce(&HitForecast) -> u64) -> u64 {
+        if self.has_forecast {
+            tokens(self.forecast)
+        } else {
+            0
         }
     }
 }
@@ -264,7 +241,7 @@ pub fn attribute_miss(
     forecast: &HitForecast,
     usage: ReportedUsage,
     evidence: MissEvidence,
-) -> AuditEntry {
+) -> AuditEntry<'_> {
     let prompt_tokens = usage.prompt_tokens.min(MAX_PROMPT_TOKENS);
     let usage = ReportedUsage {
         prompt_tokens,
@@ -277,7 +254,13 @@ pub fn attribute_miss(
     } else {
         None
     };
-    let mut entry = AuditEntry::unattributed(forecast, usage, error);
+    let mut entry = AuditEntry {
+        forecast,
+        usage,
+        missed_tokens: Vec::new(),
+        error,
+        has_forecast,
+    };
     let block_size = forecast.block_size.tokens() as u64;
     let reusable = if has_forecast {
         forecast.reusable_tokens

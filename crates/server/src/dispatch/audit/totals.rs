@@ -79,7 +79,7 @@ impl AuditTotals {
     }
 }
 
-impl AuditEntry {
+impl AuditEntry<'_> {
     /// Returns the metric label of the outcome.
     pub(super) fn outcome_label(&self) -> &'static str {
         let Some((blocks, _)) = self.error else {
@@ -107,16 +107,16 @@ impl ModelTotals {
         *count += 1;
     }
 
-    pub(super) fn add(&mut self, entry: &AuditEntry) {
+    pub(super) fn add(&mut self, entry: &AuditEntry<'_>) {
         self.responses += 1;
-        if let Some(role) = entry.role {
+        if let Some(role) = entry.forecast.role {
             *self.computed_by.entry(role).or_default() += 1;
         }
-        self.prompt_tokens += entry.prompt_tokens;
-        self.available_tokens += entry.available_tokens;
-        self.captured_tokens += entry.captured_tokens;
-        self.by_chance_tokens += entry.chance_tokens;
-        self.delivered_tokens += entry.delivered_tokens;
+        self.prompt_tokens += entry.usage.prompt_tokens;
+        self.available_tokens += entry.predicted(|forecast| forecast.available_tokens);
+        self.captured_tokens += entry.predicted(|forecast| forecast.captured_tokens);
+        self.by_chance_tokens += entry.predicted(|forecast| forecast.chance_tokens);
+        self.delivered_tokens += entry.usage.cached_tokens;
         for &(cause, tokens) in &entry.missed_tokens {
             *self.missed_tokens.entry(cause).or_default() += tokens;
         }

@@ -109,9 +109,9 @@ fn routed_reply(
         return mutation::continue_with(message, changes);
     };
     let options = &context.options;
-    options
-        .routing_headers
-        .add_route_headers(target, &mut changes);
+    for (name, value) in options.routing_headers.route_headers(target) {
+        changes.set(name.clone(), value);
+    }
     if let Some(MirrorTarget {
         cluster,
         endpoint: to,

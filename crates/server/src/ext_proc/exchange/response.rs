@@ -83,16 +83,6 @@ impl ObservationNeeds {
 }
 
 impl ResponseSide {
-    pub(super) fn awaits_first_token(&self) -> bool {
-        match self {
-            ResponseSide::Unobserved { first_token_due }
-            | ResponseSide::Observed {
-                first_token_due, ..
-            } => *first_token_due,
-            ResponseSide::Waiting | ResponseSide::Ended => false,
-        }
-    }
-
     /// Returns whether this filter observes the body and has seen no content.
     pub(super) fn observes_no_content(&self) -> bool {
         matches!(

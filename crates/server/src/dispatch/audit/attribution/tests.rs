@@ -51,7 +51,7 @@ fn assert_attributed(cases: &[AttributionCase<'_>]) {
             "{forecast:?} {usage:?} {evidence:?}"
         );
         let sum: u64 = entry.missed_tokens.iter().map(|(_, tokens)| tokens).sum();
-        assert_eq!(sum, usage.prompt_tokens - entry.delivered_tokens);
+        assert_eq!(sum, usage.prompt_tokens - entry.usage.cached_tokens);
     }
 }
 
@@ -245,8 +245,9 @@ fn other_prompt_length_is_a_parity_difference() {
         attribute_miss(&forecast(32, 32), usage, NO_EVIDENCE).error,
         Some((0, MissCause::TokenMismatch))
     );
+    let predicted = forecast(32, 32);
     let entry = attribute_miss(
-        &forecast(32, 32),
+        &predicted,
         ReportedUsage {
             prompt_tokens: 100,
             cached_tokens: 40,
