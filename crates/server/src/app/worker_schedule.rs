@@ -69,9 +69,7 @@ impl WorkerSchedule {
         let may_differ = before.is_some_and(|before| incarnation.may_differ_from(&before));
         self.incarnation = Some(incarnation);
         if may_differ {
-            // `None` means now, and is the earliest time.
-            let soon = self.last_query.map(|last| last + REQUERY_DELAY);
-            self.next_query = self.next_query.min(soon);
+            self.advance_next_query(self.last_query.map(|last| last + REQUERY_DELAY));
         }
         may_differ
     }
@@ -100,6 +98,12 @@ impl WorkerSchedule {
         if is_transient_failure {
             self.next_query = Some(Instant::now() + REQUERY_DELAY);
         }
+    }
+
+    /// Moves the next query to `latest`, if it is later. `None` means now.
+    fn advance_next_query(&mut self, latest: Option<Instant>) {
+        // `None` is the earliest time.
+        self.next_query = self.next_query.min(latest);
     }
 }
 

@@ -2,20 +2,19 @@
 //! the next start.
 
 use std::collections::HashMap;
-use std::fs::File;
-use std::io::{BufReader, BufWriter};
+use std::fs::{File, OpenOptions};
+use std::io::{BufReader, BufWriter, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, ensure};
-use tempfile::NamedTempFile;
 use tracing::{info, warn};
 
 use warmroute_core::index::dump::{self, DumpReader, RankDump};
 use warmroute_core::load::LatencySnapshot;
 use warmroute_core::worker::WorkerRank;
-use warmroute_runtime::lifecycle::directory;
 use warmroute_settings::{ByteSize, open_regular_file, read_limited};
 
 /// Extension that is added to the path of the index, for the file of the learned latency.
@@ -65,21 +64,42 @@ fn latency_path(path: &Path) -> PathBuf {
 /// Replaces a file atomically by the output of `write`, unless that returns 0.
 fn replace_file(
     path: &Path,
-    write: impl FnOnce(&mut BufWriter<NamedTempFile>) -> std::io::Result<u32>,
+    write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<u32>,
 ) -> anyhow::Result<u32> {
-    let replace = || -> std::io::Result<u32> {
-        // The file contains tenant salts. A temporary file is new and private.
-        let file = NamedTempFile::new_in(directory::of(path))?;
-        let mut out = BufWriter::with_capacity(BUFFER_BYTES, file);
-        let count = write(&mut out)?;
-        let file = out.into_inner()?;
-        file.as_file().sync_all()?;
-        if count > 0 {
-            file.persist(path)?;
+    let temporary = path.with_added_extension(format!("{}.part", std::process::id()));
+    let written = write_temporary(&temporary, write).and_then(|count| {
+        match count {
+            0 => std::fs::remove_file(&temporary)?,
+            _ => std::fs::rename(&temporary, path)?,
         }
         Ok(count)
-    };
-    replace().with_context(|| format!("cannot write {}", path.display()))
+    });
+    if written.is_err() {
+        // Removes the incomplete file if possible.
+        let _ = std::fs::remove_file(&temporary);
+    }
+    written.with_context(|| format!("cannot write {}", path.display()))
+}
+
+fn write_temporary(
+    path: &Path,
+    write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<u32>,
+) -> std::io::Result<u32> {
+    // A previous process with the same id may have left the file. If the path is not a file, the
+    // removal and the creation below fail.
+    let _removed = std::fs::remove_file(path);
+    // The file contains tenant salts, so an existing link or a file with other permissions must not
+    // be used.
+    let file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)?;
+    let mut out = BufWriter::with_capacity(BUFFER_BYTES, file);
+    let count = write(&mut out)?;
+    out.flush()?;
+    out.get_ref().sync_all()?;
+    Ok(count)
 }
 
 /// Returns the learned latency. Returns `None` if the file does not exist, is too old or is damaged.
@@ -216,16 +236,36 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("index.warmroute");
         write_two_ranks(&path);
-        let failed = replace_file(&path, |_| Err(std::io::Error::other("full")));
-        let problem = format!("{:#}", failed.unwrap_err());
+        // A directory with the name of the temporary file makes the write fail.
+        let part = directory
+            .path()
+            .join(format!("index.warmroute.{}.part", std::process::id()));
+        std::fs::create_dir(&part).unwrap();
+        let problem = format!(
+            "{:#}",
+            write_snapshot(&path, [rank_dump(3)].into_iter()).unwrap_err()
+        );
         assert!(problem.contains("index.warmroute"), "{problem}");
         assert_eq!(read_snapshot(&path, SystemTime::now()), two_ranks());
     }
 
     #[test]
-    fn snapshot_is_private_and_not_replaced_by_nothing() {
+    fn foreign_temporary_file_is_not_used() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("index.warmroute");
+        let part = directory
+            .path()
+            .join(format!("index.warmroute.{}.part", std::process::id()));
+        // A link with the name of the temporary file is not followed, and the permissions of an
+        // existing file with that name are not used.
+        let target = directory.path().join("target");
+        std::fs::write(&target, "text").unwrap();
+        std::os::unix::fs::symlink(&target, &part).unwrap();
+        write_two_ranks(&path);
+        assert_eq!(std::fs::read_to_string(&target).unwrap(), "text");
+        std::fs::remove_file(target).unwrap();
+        std::fs::write(&part, "text").unwrap();
+        std::fs::set_permissions(&part, PermissionsExt::from_mode(0o644)).unwrap();
         write_two_ranks(&path);
         assert_eq!(
             std::fs::metadata(&path).unwrap().permissions().mode() & 0o777,
