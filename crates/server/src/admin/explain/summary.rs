@@ -11,18 +11,10 @@ use super::table;
 const MAX_WIDTH: usize = 100;
 /// Maximum number of printed workers of a phase.
 const MAX_WORKERS: usize = 5;
-/// Indentation of the workers.
-const INDENT: &str = "  ";
-/// Headings of the worker table, in their second line.
-const HEADINGS: [[&str; 2]; 7] = [
-    ["", "worker"],
-    ["", "endpoint"],
-    ["", "cached"],
-    ["", "requests"],
-    ["", "prefill"],
-    ["", "cost"],
-    ["", ""],
-];
+/// Separator between columns.
+const COLUMN_GAP: &str = "  ";
+/// Headings of the numeric columns.
+const NUMBER_HEADINGS: [&str; 4] = ["cached", "requests", "prefill", "cost"];
 
 /// Renders an explanation as short text.
 pub fn render(explanation: &RouteExplanation) -> String {
@@ -42,34 +34,83 @@ pub fn render(explanation: &RouteExplanation) -> String {
 
 /// Writes the best workers, one per line.
 fn write_workers(text: &mut String, phase: &PhaseExplanation) {
-    let mut workers = table::sorted_workers(phase);
+    let mut workers: Vec<&WorkerExplanation> = phase.workers.iter().collect();
+    workers.sort_by(|a, b| table::compare_workers(phase, a, b));
     let left_out = workers.len().saturating_sub(MAX_WORKERS);
     workers.truncate(MAX_WORKERS);
-    let rows = workers.into_iter().map(|worker| worker_row(phase, worker));
-    let mut lines = String::new();
-    table::write_table(&mut lines, &HEADINGS, 2, rows.collect());
-    for line in lines.trim_start().lines() {
-        let line = shorten(line, MAX_WIDTH - INDENT.len());
-        _ = writeln!(text, "{INDENT}{line}");
+    let rows: Vec<WorkerRow> = workers
+        .iter()
+        .map(|worker| WorkerRow::new(phase, worker))
+        .collect();
+    let width = |column: fn(&WorkerRow) -> &str, heading: &str| {
+        let lengths = rows.iter().map(|row| column(row).chars().count());
+        lengths.max().unwrap_or(0).max(heading.len())
+    };
+    let rank_width = width(|row| &row.rank, "worker");
+    let endpoint_width = width(|row| &row.endpoint, "endpoint");
+    let number_widths: Vec<usize> = (0..NUMBER_HEADINGS.len())
+        .map(|column| {
+            let lengths = rows.iter().map(|row| row.numbers[column].len());
+            lengths
+                .max()
+                .unwrap_or(0)
+                .max(NUMBER_HEADINGS[column].len())
+        })
+        .collect();
+    let mut write_row = |rank: &str, endpoint: &str, numbers: &[String], verdict: &str| {
+        let mut line = format!("  {rank:<rank_width$}{COLUMN_GAP}{endpoint:<endpoint_width$}");
+        for (number, width) in numbers.iter().zip(&number_widths) {
+            _ = write!(line, "{COLUMN_GAP}{number:>width$}");
+        }
+        let space = MAX_WIDTH.saturating_sub(line.chars().count() + COLUMN_GAP.len());
+        let verdict = shorten(verdict, space);
+        _ = writeln!(
+            text,
+            "{}",
+            format!("{line}{COLUMN_GAP}{verdict}").trim_end()
+        );
+    };
+    write_row(
+        "worker",
+        "endpoint",
+        &NUMBER_HEADINGS.map(str::to_owned),
+        "",
+    );
+    for row in &rows {
+        write_row(&row.rank, &row.endpoint, &row.numbers, &row.verdict);
     }
     if left_out > 0 {
         _ = writeln!(text, "  and {left_out} more; --table prints all of them");
     }
 }
 
-/// Returns the columns of one worker rank: among them the prefill tokens with this request, the
-/// total cost and the verdict.
-fn worker_row(phase: &PhaseExplanation, worker: &WorkerExplanation) -> Vec<String> {
-    let cost = worker.cost.as_ref();
-    vec![
-        worker.rank.to_string(),
-        worker.endpoint.to_string(),
-        worker.cached_tokens.to_string(),
-        worker.load.active_requests.to_string(),
-        worker.prefill_tokens.to_string(),
-        cost.map_or("-".to_owned(), |cost| format!("{:.3}", cost.total)),
-        table::verdict(phase, worker),
-    ]
+/// Columns of one worker rank: cached tokens, active requests, prefill tokens with this request,
+/// total cost, verdict.
+struct WorkerRow {
+    rank: String,
+    endpoint: String,
+    numbers: [String; NUMBER_HEADINGS.len()],
+    verdict: String,
+}
+
+impl WorkerRow {
+    fn new(phase: &PhaseExplanation, worker: &WorkerExplanation) -> Self {
+        let cost = worker
+            .cost
+            .as_ref()
+            .map_or_else(|| "-".to_owned(), |cost| format!("{:.3}", cost.total));
+        Self {
+            rank: worker.rank.to_string(),
+            endpoint: worker.endpoint.to_string(),
+            numbers: [
+                worker.cached_tokens.to_string(),
+                worker.load.active_requests.to_string(),
+                worker.prefill_tokens.to_string(),
+                cost,
+            ],
+            verdict: table::verdict(phase, worker),
+        }
+    }
 }
 
 /// Cuts a text to a number of characters.

@@ -1,6 +1,7 @@
 //! Plain-text form of an explanation. Each phase has one table of state and one of costs, with one
 //! worker rank per row and the winner first. A large fleet makes the tables long, not wide.
 
+use std::cmp::Ordering;
 use std::fmt::Write as _;
 
 use warmroute_core::load::LatencyEstimate;
@@ -37,7 +38,8 @@ const FACTOR_HEADINGS: [[&str; 2]; 2] = [["factor:", "prefill"], ["", "decode"]]
 pub fn render(explanation: &RouteExplanation) -> String {
     let mut text = format_heading(explanation);
     for phase in &explanation.phases {
-        let rows = sorted_workers(phase);
+        let mut rows: Vec<&WorkerExplanation> = phase.workers.iter().collect();
+        rows.sort_by(|a, b| compare_workers(phase, a, b));
         _ = writeln!(text, "\n{}", phase_title(phase));
         if let Some(latency) = &phase.latency {
             _ = writeln!(text, "{}", format_latency(latency, rows.len()));
@@ -208,19 +210,19 @@ fn format_latency(latency: &LatencyEstimate, ranks: usize) -> String {
     )
 }
 
-/// Returns the winner, then the candidates by cost, then the excluded workers.
-pub(super) fn sorted_workers(phase: &PhaseExplanation) -> Vec<&WorkerExplanation> {
+/// Orders the winner first, then the candidates by cost, then the excluded workers.
+pub(super) fn compare_workers(
+    phase: &PhaseExplanation,
+    a: &WorkerExplanation,
+    b: &WorkerExplanation,
+) -> Ordering {
     let wins = |worker: &WorkerExplanation| Some(worker.rank) == phase.winner;
     let total = |worker: &WorkerExplanation| worker.cost.map_or(f64::INFINITY, |cost| cost.total);
     let excluded = |worker: &WorkerExplanation| worker.excluded.is_some();
-    let mut workers: Vec<&WorkerExplanation> = phase.workers.iter().collect();
-    workers.sort_by(|a, b| {
-        let by_group = (wins(b), excluded(a)).cmp(&(wins(a), excluded(b)));
-        by_group
-            .then(total(a).total_cmp(&total(b)))
-            .then(a.rank.cmp(&b.rank))
-    });
-    workers
+    let by_group = (wins(b), excluded(a)).cmp(&(wins(a), excluded(b)));
+    by_group
+        .then(total(a).total_cmp(&total(b)))
+        .then(a.rank.cmp(&b.rank))
 }
 
 fn state_row(worker: &WorkerExplanation) -> Vec<String> {
@@ -302,9 +304,9 @@ pub(super) fn verdict(phase: &PhaseExplanation, worker: &WorkerExplanation) -> S
     }
 }
 
-/// Writes a table with aligned columns. The first `text_columns` columns, the column `verdict` and
-/// one without a heading are left-aligned, numbers are right-aligned.
-pub(super) fn write_table(
+/// Writes a table with aligned columns. The first `text_columns` columns and the column `verdict`
+/// are left-aligned, numbers are right-aligned.
+fn write_table(
     text: &mut String,
     headings: &[[&str; 2]],
     text_columns: usize,
@@ -326,8 +328,7 @@ pub(super) fn write_table(
     };
     let widths: Vec<usize> = (0..headings.len()).map(width).collect();
     for line in &lines {
-        let is_text =
-            |column: usize| column < text_columns || matches!(headings[column][1], "verdict" | "");
+        let is_text = |column: usize| column < text_columns || headings[column][1] == "verdict";
         let cells = line
             .iter()
             .zip(&widths)
