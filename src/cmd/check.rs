@@ -33,8 +33,8 @@ struct ConfigCheckReport {
 /// Checks a configuration as `serve` would load it. Returns the exit code.
 pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
     let mut report = ConfigCheckReport::default();
-    let config = match report.check(args) {
-        Ok(config) => config,
+    let config = match ConfigSource::read(args) {
+        Ok(source) => report.check(source, args)?,
         Err(error) if args.json => {
             let path = Path::new(COMMAND_LINE);
             report.errors = vec![ConfigError::of_file(path, error.to_string())];
@@ -53,12 +53,20 @@ pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyh
     Ok(if report.valid { 0 } else { EXIT_MISCONFIGURED })
 }
 
-impl ConfigCheckReport {
-    /// Fills in the report. Returns the configuration if it is valid.
-    fn check(&mut self, args: &CheckArgs) -> anyhow::Result<Option<Config>> {
-        let flags = &args.serve.flags;
+/// Text of a configuration.
+struct ConfigSource<'a> {
+    /// Path of the file, [`STDIN`] or [`COMMAND_LINE`].
+    path: &'a Path,
+    bytes: Result<Vec<u8>, Vec<ConfigError>>,
+}
+
+impl<'a> ConfigSource<'a> {
+    fn read(args: &'a CheckArgs) -> anyhow::Result<Self> {
         let (path, bytes) = match args.serve.config_file()? {
-            None => (Path::new(COMMAND_LINE), Ok(flags.without_file())),
+            None => (
+                Path::new(COMMAND_LINE),
+                Ok(args.serve.flags.default_document()),
+            ),
             Some(path) if path == Path::new("-") => {
                 let mut bytes = Vec::new();
                 std::io::stdin().read_to_end(&mut bytes)?;
@@ -66,6 +74,19 @@ impl ConfigCheckReport {
             }
             Some(path) => (path, Config::read_file(path)),
         };
+        Ok(Self { path, bytes })
+    }
+}
+
+impl ConfigCheckReport {
+    /// Fills in the report. Returns the configuration if it is valid.
+    fn check(
+        &mut self,
+        source: ConfigSource<'_>,
+        args: &CheckArgs,
+    ) -> anyhow::Result<Option<Config>> {
+        let ConfigSource { path, bytes } = source;
+        let flags = &args.serve.flags;
         self.file = (path != Path::new(COMMAND_LINE)).then(|| path.display().to_string());
         let parsed = bytes.and_then(|bytes| Ok((Config::parse_all(path, &bytes, flags)?, bytes)));
         let (config, bytes) = match parsed {

@@ -4,7 +4,6 @@
 //! that a real API server can show.
 
 mod faults;
-mod kubectl;
 mod load;
 mod requests;
 

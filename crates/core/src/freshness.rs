@@ -340,8 +340,8 @@ impl EventSourceState {
     }
 }
 
-/// Detects a source that has stopped publishing: requests that must have stored blocks, and after
-/// which no event arrived. One such request proves nothing, because the engine may already hold the
+/// Detects a source that has stopped publishing: requests must have stored blocks, but no event
+/// arrived. One such request proves nothing, because the engine may already hold the
 /// blocks, for example from another request a moment before. Several requests and some time are
 /// required.
 #[derive(Clone, Copy, Debug, Default)]

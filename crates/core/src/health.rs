@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use strum::IntoStaticStr;
 
@@ -132,13 +132,14 @@ impl HealthTracker {
     /// Creates a tracker without ranks.
     pub fn new(rules: HealthRules) -> Arc<Self> {
         let tracker = Self::default();
-        tracker.model().rules = rules;
+        tracker.with_model(|model| model.rules = rules);
         Arc::new(tracker)
     }
 
-    /// Returns the model, for changes and queries that avoid no further rank and readmit none.
-    pub(crate) fn model(&self) -> MutexGuard<'_, HealthModel> {
-        self.model.lock()
+    /// Calls a function with the locked model. It must take no other lock, because decisions lock
+    /// the model while they hold the load table, and must neither avoid nor readmit a rank.
+    pub(crate) fn with_model<T>(&self, apply: impl FnOnce(&mut HealthModel) -> T) -> T {
+        apply(&mut self.model.lock())
     }
 
     /// Replaces the set of ranks. A rank that joins is healthy. Reports about other ranks have no

@@ -25,7 +25,7 @@ use tokio::sync::Semaphore;
 use warmroute_settings::{MAX_SECRET_FILE, read_regular_file};
 
 use bearer::BearerToken;
-use body::{expect_ok, parse_json, read_body};
+use body::{check_status, parse_json, read_body};
 use config::EnginesConfig;
 use connections::is_stale_connection;
 
@@ -466,7 +466,7 @@ impl EngineClientInner {
         &self,
         response: reqwest::Result<Response>,
     ) -> Result<Vec<u8>, EngineError> {
-        read_body(expect_ok(response).await?, self.max_response).await
+        read_body(check_status(response).await?, self.max_response).await
     }
 }
 

@@ -131,6 +131,7 @@ impl SharedCacheClient {
     }
 
     /// Looks up the blocks of a prompt that the cache holds. `model` is named as engines serve it.
+    /// The prompt has at least one block.
     pub async fn query(&self, model: &str, prompt: &BlockHashes) -> SharedCacheResult {
         let _permit = self
             .permits

@@ -36,7 +36,7 @@ const SHARED_CACHE_ERRORS: [&str; 6] = [
     "too_long",
     "invalid",
 ];
-/// Results of a worker. The first one is no result of a comparison.
+/// Results of a worker. The first is the state before any comparison.
 const PARITY_WORKERS: [&str; 5] = [
     "untested",
     "agrees",

@@ -178,8 +178,9 @@ pub async fn supervise<F, Fut>(
         let began = tokio::time::Instant::now();
         let ended = tokio::select! {
             () = stop.cancelled() => break,
-            ended = AssertUnwindSafe(task()).catch_unwind() => ended.unwrap_or_else(|_| Err(anyhow::anyhow!("the \
-                task panicked"))),
+            ended = AssertUnwindSafe(task()).catch_unwind() => {
+                ended.unwrap_or_else(|_| Err(anyhow::anyhow!("the task panicked")))
+            }
         };
         metrics.process.task_up.get_or_create(&labels).set(0);
         // Resources of a task may be dropped before the task ends, so its error is not reported

@@ -58,7 +58,7 @@ pub use reload::ReloadedConfig;
 pub use routing::{OverloadConfig, RoutingSection};
 pub use tracking::{TrackingFamily, TrackingHashConfig};
 
-/// Name of a configuration of flags alone in errors.
+/// Name that errors show for a configuration without a file.
 pub const COMMAND_LINE: &str = "the command line";
 
 /// Configuration of one process.
@@ -215,7 +215,7 @@ impl Config {
 
     /// Builds a configuration from flags alone, without a file.
     pub fn of_flags(flags: &ServeFlags) -> Result<Self, Vec<ConfigError>> {
-        Self::parse_with(Path::new(COMMAND_LINE), &flags.without_file(), flags)
+        Self::parse_with(Path::new(COMMAND_LINE), &flags.default_document(), flags)
     }
 
     /// Parses and checks the text of a configuration file. Relative paths are resolved against the
@@ -232,6 +232,12 @@ impl Config {
             worker.fill_defaults(&served);
         }
         flags.override_config(&mut config);
+        // Reloads and status pages write the configuration as JSON.
+        if serde_json::to_value(&config).is_err() {
+            let problem = "a path on the command line is not valid UTF-8; relative paths begin in \
+                the working directory, so rename that directory, or write absolute paths";
+            return Err(vec![ConfigError::of_file(path, problem)]);
+        }
         let mut problems = check::problems(&config);
         model::add_download_hints(&mut problems, &config.models, &document.directory());
         if problems.is_empty() {

@@ -30,4 +30,4 @@ pub use mirror::{
 };
 pub use plan::{PrefillExecutor, PrefillPlanner, UncheckedBodyError};
 pub(crate) use plan::{PrefillOutcome, PrefillPlan};
-pub use retry::{CopiedRequest, PrefillRecord, RemotePrefill};
+pub use retry::{PrefillInput, PrefillRecord, RemotePrefill};

@@ -154,8 +154,9 @@ async fn serve(inputs: ServeInputs) -> anyhow::Result<u8> {
         );
     };
     tokio::select! {
-        ended = running => Ok(ended.map_or_else(|error| log_failure("stopped because of an \
-            error", &error), |()| 0)),
+        ended = running => {
+            Ok(ended.map_or_else(|error| log_failure("stopped because of an error", &error), |()| 0))
+        }
         () = on_signals => Ok(0),
     }
 }

@@ -17,7 +17,7 @@ use super::{SourcePosition, YamlNode, YamlValue};
 /// Maximum number of reported errors. Each one costs a pass over the tree.
 const MAX_ERRORS: usize = 100;
 
-/// Text by which serde describes that it expects a path.
+/// Expectation that serde reports for a path.
 const PATH_EXPECTATION: &str = "path string";
 
 /// Error for a path that cannot be text.

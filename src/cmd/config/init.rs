@@ -115,14 +115,7 @@ impl InitValues {
             bail!("--output: {file} exists; remove it, or choose another file");
         }
         let values = Self::resolve(args, ask)?;
-        if let Some(directory) = values.tokenizer.as_deref().and_then(Path::parent)
-            && !directory.is_dir()
-        {
-            bail!(
-                "--model-dir: {} is not a directory; write the one with the model's tokenizer.json",
-                directory.display()
-            );
-        }
+        values.check()?;
         let without_files = Self {
             tokenizer: None,
             ..values.clone()
@@ -137,6 +130,73 @@ impl InitValues {
                 )
             }
         }
+    }
+
+    /// Checks the values. The errors name the arguments.
+    fn check(&self) -> anyhow::Result<()> {
+        if self.model.is_empty() {
+            bail!(
+                "--model: the name is empty; write the name under which the engines serve the model"
+            );
+        }
+        if let Some(directory) = self.tokenizer.as_deref().and_then(Path::parent)
+            && !directory.is_dir()
+        {
+            bail!(
+                "--model-dir: {} is not a directory; write the one with the model's tokenizer.json",
+                directory.display()
+            );
+        }
+        let mut ranks = 1;
+        match &self.workers {
+            InitWorkers::List(addresses) => {
+                let repeated = |(index, address)| addresses[..index].contains(address);
+                if let Some((_, address)) =
+                    addresses.iter().enumerate().find(|&item| repeated(item))
+                {
+                    bail!("--worker: {address} is given twice");
+                }
+                if let Some(address) = addresses.iter().find(|address| address.port() == 0) {
+                    bail!("--worker: {address} has port 0; write the port of the engine");
+                }
+                let of_host = |host: IpAddr| {
+                    let same = addresses.iter().filter(|address| address.ip() == host);
+                    same.count()
+                };
+                let counts = addresses.iter().map(|address| of_host(address.ip()));
+                ranks = counts.max().unwrap_or(1);
+            }
+            InitWorkers::Pool(name) if name.is_empty() => {
+                bail!("--pool: the name is empty; write that of an InferencePool");
+            }
+            InitWorkers::Dns(name, port) if name.is_empty() || *port == 0 => {
+                bail!("--dns: expected NAME:PORT, for example vllm.default.svc:8000");
+            }
+            InitWorkers::Pool(_) | InitWorkers::Dns(..) => {}
+        }
+        self.check_ports(ranks)
+    }
+
+    /// Checks the ports of the KV events of a host with a number of workers.
+    fn check_ports(&self, workers: usize) -> anyhow::Result<()> {
+        if workers > usize::from(REPLAY_PORT_OFFSET) {
+            bail!(
+                "--worker: {workers} workers have the same host, but the ports of their KV events overlap with more \
+                 than {REPLAY_PORT_OFFSET}"
+            );
+        }
+        let offset = match self.engine {
+            InitEngine::Vllm => usize::from(REPLAY_PORT_OFFSET) + workers - 1,
+            InitEngine::Sglang => workers - 1,
+        };
+        let last = usize::from(u16::MAX) - offset;
+        let port = self.events_port;
+        if port == 0 || usize::from(port) > last {
+            bail!(
+                "--kv-events-port: {port} must be from 1 to {last}, because the ports of the engines follow it"
+            );
+        }
+        Ok(())
     }
 
     /// Uses the values of the arguments, and prompts for the others. `ask` gets a question and the
@@ -354,24 +414,32 @@ mod tests {
     }
 
     #[test]
-    fn invalid_values_are_refused() {
+    fn invalid_values_name_the_flag() {
+        let many: Vec<String> = (1..=101).map(|port| format!("10.0.0.1:{port}")).collect();
+        let many: Vec<&str> = many
+            .iter()
+            .flat_map(|worker| ["--worker", worker])
+            .collect();
         let twice = ["--worker", "10.0.0.1:80"].repeat(2);
         let cases: [(&[&str], &str); 9] = [
             (
                 &["--model-dir", "/models/none"],
                 "--model-dir: /models/none is not a directory",
             ),
-            (&["--model", ""], "the model has no name"),
-            (&["--kv-events-port", "65535"], "65535"),
-            (&["--kv-events-port", "0"], "port"),
-            (&twice, "endpoints must be unique"),
+            (&["--model", ""], "--model: the name is empty"),
+            (
+                &["--kv-events-port", "65535"],
+                "--kv-events-port: 65535 must be from 1 to 65435",
+            ),
+            (&["--kv-events-port", "0"], "--kv-events-port: 0"),
+            (&twice, "--worker: 10.0.0.1:80 is given twice"),
             (
                 &["--worker", "10.0.0.1:0"],
-                "Envoy cannot send to 10.0.0.1:0",
+                "--worker: 10.0.0.1:0 has port 0",
             ),
-            (&["--pool", ""], "the name is empty"),
-            (&["--dns", ":8000"], "the name is empty"),
-            (&["--dns", "vllm"], "--dns: expected NAME:PORT"),
+            (&many, "--worker: 101 workers have the same host"),
+            (&["--pool", ""], "--pool: the name is empty"),
+            (&["--dns", ":8000"], "--dns: expected NAME:PORT"),
         ];
         for (case, expected) in cases {
             let model = if case[0] == "--model" {
@@ -381,7 +449,10 @@ mod tests {
             };
             let args = arguments(&[model, case, &["--output", "-"]].concat());
             let error = InitValues::read(&args, &mut |_, _| Ok(None)).unwrap_err();
-            assert!(error.to_string().contains(expected), "{expected}: {error}");
+            assert!(
+                error.to_string().starts_with(expected),
+                "{expected}: {error}"
+            );
         }
         let sglang = [
             "--model",

@@ -19,8 +19,7 @@ use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::envoy::{self, EnvoySetup};
 use warmroute_testbed::ports::{FreePort, PATIENCE};
 
-use crate::kubernetes;
-use crate::support::api_server::ApiServer;
+use crate::support::api_server::{ApiServer, TOKEN};
 use crate::support::clients;
 use crate::support::local_server::LocalServer;
 
@@ -30,13 +29,28 @@ pub(crate) const POOL: &str = "primary-inference-pool";
 const NAMESPACE: &str = "inference";
 
 pub(crate) fn pool(ports: &[u16]) -> Value {
-    kubernetes::pool(POOL, &json!({"app": "primary"}), ports)
+    let ports: Vec<Value> = ports.iter().map(|port| json!({"number": port})).collect();
+    json!({
+        "apiVersion": "inference.networking.k8s.io/v1", "kind": "InferencePool",
+        "metadata": {"name": POOL, "namespace": NAMESPACE, "uid": "uid-of-the-pool"},
+        "spec": {
+            "selector": {"matchLabels": {"app": "primary"}}, "targetPorts": ports,
+            "endpointPickerRef": {"name": "primary-endpoint-picker-svc", "port": {"number": 9002}},
+        },
+    })
 }
 
-pub(crate) fn pod(name: &str, address: Ipv4Addr, app: &str, is_ready: bool) -> Value {
-    let mut pod = kubernetes::pod(name, &address.to_string(), &json!({"app": app}));
-    kubernetes::set_ready(&mut pod, is_ready);
-    pod
+pub(crate) fn pod(name: &str, address: Ipv4Addr, app: &str, ready: bool) -> Value {
+    let ready = if ready { "True" } else { "False" };
+    json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {"name": name, "namespace": NAMESPACE, "uid": format!("uid-of-{name}"), "labels": {"app": app}},
+        "spec": {"nodeName": "node-1", "containers": [{"name": "echoserver"}]},
+        "status": {
+            "phase": "Running", "podIP": address, "podIPs": [{"ip": address}],
+            "conditions": [{"type": "Ready", "status": ready}],
+        },
+    })
 }
 
 /// warmroute, started as the fixture starts its endpoint picker.
@@ -53,7 +67,7 @@ impl EndpointPicker {
     /// namespace than the flags.
     pub(crate) fn start(server: &ApiServer, extra_flags: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let mut kubeconfig = server.kubeconfig();
+        let mut kubeconfig = server.kubeconfig(TOKEN);
         kubeconfig["contexts"][0]["context"]["namespace"] = json!("another");
         let file = dir.path().join("kubeconfig");
         std::fs::write(&file, kubeconfig.to_string()).unwrap();
@@ -171,7 +185,7 @@ async fn echo(address: SocketAddr, headers: HeaderMap) -> impl IntoResponse {
     let destination = headers
         .get("x-gateway-destination-endpoint")
         .map(|value| value.to_str().unwrap().to_owned());
-    let report = json!({"address": address, "destination": destination, "requested": requested.map(|(_, value)| value)});
+    let report = json!({"address": address, "destination": destination, "asked": requested.map(|(_, value)| value)});
     (answer, axum::Json(report))
 }
 
@@ -288,7 +302,7 @@ impl ConformanceGateway {
                 allowed.contains(&&*answer.served),
                 "{selection:?}: {answer:?}"
             );
-            for report in ["address", "destination", "requested"] {
+            for report in ["address", "destination", "asked"] {
                 assert_eq!(
                     answer.backend[report], answer.served,
                     "{report}, {selection:?}: {answer:?}"

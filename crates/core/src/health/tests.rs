@@ -83,6 +83,12 @@ impl Fixture {
         changes(request.report(outcome, &[], self.now))
     }
 
+    fn set_signal(&self, worker: u64, signal: HealthSignal, is_failing: bool) {
+        let worker = WorkerId(worker);
+        let health = &self.health;
+        health.with_model(|model| model.set_signal(worker, signal, is_failing));
+    }
+
     fn tick(&self) -> Vec<HealthChange> {
         changes(self.health.on_tick(self.now))
     }
@@ -149,7 +155,7 @@ fn rank_is_ejected_if_only_its_peers_deliver() {
             [HealthChange::Ejected(seconds(1))],
             "{outcome:?}"
         );
-        let report = fixture.health.model().report(fixture.now);
+        let report = fixture.health.with_model(|model| model.report(fixture.now));
         assert_eq!(
             report[0].evidence.failures,
             FailureCounts::from([(outcome, failures as u32)])
@@ -410,27 +416,20 @@ fn health_check_ends_only_ejections_of_dead_workers() {
 fn signal_reduces_necessary_failures() {
     for signal in [HealthSignal::LoadScrape, HealthSignal::ModelList] {
         let fixture = Fixture::new(3);
-        fixture.health.model().set_signal(WorkerId(1), signal, true);
+        fixture.set_signal(1, signal, true);
         assert_eq!(
             fixture.report(1, RequestOutcome::ServerError),
             [HealthChange::Suspected]
         );
     }
     let fixture = Fixture::new(3);
-    let health = &fixture.health;
-    health
-        .model()
-        .set_signal(WorkerId(1), HealthSignal::LoadScrape, true);
+    fixture.set_signal(1, HealthSignal::LoadScrape, true);
     assert_eq!(
         fixture.report(1, RequestOutcome::ServerError),
         [HealthChange::Suspected]
     );
-    health
-        .model()
-        .set_signal(WorkerId(2), HealthSignal::EventSource, true);
-    health
-        .model()
-        .set_signal(WorkerId(2), HealthSignal::EventSource, false);
+    fixture.set_signal(2, HealthSignal::EventSource, true);
+    fixture.set_signal(2, HealthSignal::EventSource, false);
     assert_eq!(
         fixture.report(2, RequestOutcome::Rejected),
         [HealthChange::Cleared]
@@ -478,7 +477,9 @@ fn rank_that_completes_responses_has_no_overdue_request() {
     let _waiting = fixture.start(1, Some(seconds(1)));
     for _ in 0..3 {
         fixture.now += seconds(3);
-        fixture.health.model().on_progress(rank(1), fixture.now);
+        fixture
+            .health
+            .with_model(|model| model.on_progress(rank(1), fixture.now));
         assert_eq!(fixture.tick(), []);
     }
     fixture.now += seconds(5);
@@ -619,7 +620,9 @@ fn failed_request_is_held_for_service_time_of_peers() {
 #[test]
 fn disabled_rules_eject_nothing() {
     let fixture = Fixture::new(2);
-    fixture.health.model().rules.consecutive_failures = 0;
+    fixture
+        .health
+        .with_model(|model| model.rules.consecutive_failures = 0);
     for outcome in failures() {
         fixture.report(2, RequestOutcome::Delivered);
         assert_eq!(fixture.repeat(1, outcome, 20), []);

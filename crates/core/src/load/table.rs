@@ -87,6 +87,7 @@ impl LoadTable {
     /// it returns with them.
     pub(super) fn join(&mut self, member: &FleetMember) {
         let FleetMember { slot, rank, worker } = member;
+        debug_assert!(self.rows.get(*slot).is_none(), "the slot is open");
         let model = self.latency.model_id(&worker.model);
         let slowdown = self.latency.take_departed_slowdown(*rank, model);
         // A row that returns has learned more than the copy of its departure.

@@ -27,7 +27,7 @@ pub(super) struct InFlightState {
 pub struct InFlightPrompt {
     /// `None` if the slot belongs to another rank by now, or if the prompt exceeds the limit.
     rank: Option<Arc<PredictedRank>>,
-    /// Use under which the prompt is in flight, if it was recorded.
+    /// Use of the prompt while it is in flight; `None` if it was not recorded.
     stamp: Option<UseStamp>,
     /// Last uses of the blocks that the rank was predicted to have when the prompt was sent.
     earlier: Vec<EarlierUse>,

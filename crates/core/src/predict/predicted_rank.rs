@@ -249,8 +249,11 @@ impl PredictedRank {
     }
 
     pub(super) fn stats(&self, slot: RankSlot) -> Option<RankPrediction> {
-        let in_flight = self.in_flight.lock();
-        let in_flight = in_flight.as_ref()?;
+        let (in_flight, refused) = {
+            let in_flight = self.in_flight.lock();
+            let in_flight = in_flight.as_ref()?;
+            (in_flight.tree.blocks(), in_flight.refused_blocks)
+        };
         let state = self.confirmed.lock();
         let state = state.as_ref()?;
         Some(RankPrediction {
@@ -262,8 +265,8 @@ impl PredictedRank {
             runs: state.tree.runs(),
             evicted: state.evicted,
             expired: state.expired,
-            refused: state.refused + in_flight.refused_blocks,
-            in_flight: in_flight.tree.blocks(),
+            refused: state.refused + refused,
+            in_flight,
         })
     }
 }

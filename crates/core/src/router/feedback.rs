@@ -143,8 +143,9 @@ impl Router {
     /// Records the observed end of a response as progress of its rank.
     pub fn on_completed_response(&self, placement: &Placement) {
         let rank = placement.route.to.rank;
+        let now = self.load.now();
         let health = &self.feedback.health;
-        health.model().on_progress(rank, self.load.now());
+        health.with_model(|model| model.on_progress(rank, now));
     }
 
     /// Handles the end of a request. If it ended before its first token, its predicted blocks are
@@ -173,10 +174,10 @@ impl Router {
         self.held.release_expired(now);
         let health = self.feedback.health.on_tick(now);
         let unreachable = self.unreachable_workers();
-        let mut model = self.feedback.health.model();
+        let tracker = &self.feedback.health;
         TickChanges {
             health,
-            deliveries: model.update_deliveries(&unreachable, now),
+            deliveries: tracker.with_model(|model| model.update_deliveries(&unreachable, now)),
             speeds: self.load.update_speeds(),
         }
     }

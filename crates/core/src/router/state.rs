@@ -306,8 +306,8 @@ impl Router {
     /// Records whether a signal indicates a failing worker. While a signal is set, one failed request
     /// suffices to eject a rank.
     pub fn set_signal(&self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
-        let mut health = self.feedback.health.model();
-        health.set_signal(worker, signal, is_failing);
+        let health = &self.feedback.health;
+        health.with_model(|model| model.set_signal(worker, signal, is_failing));
     }
 
     /// Records whether a worker answered a query of this process. Any response is an answer.
@@ -327,8 +327,9 @@ impl Router {
     /// Returns the peer groups in which no rank delivers.
     pub fn failing_groups(&self) -> Vec<FailingPeerGroup> {
         let unreachable = self.unreachable_workers();
-        let health = self.feedback.health.model();
-        health.failing_groups(&unreachable, self.load.now())
+        let now = self.load.now();
+        let health = &self.feedback.health;
+        health.with_model(|model| model.failing_groups(&unreachable, now))
     }
 
     /// Returns the workers with an ejected rank.
@@ -347,12 +348,14 @@ impl Router {
 
     /// Returns the number of failed requests of each rank by kind.
     pub fn failed_requests(&self) -> Vec<(WorkerRank, RequestOutcome, u64)> {
-        self.feedback.health.model().failed_requests()
+        let health = &self.feedback.health;
+        health.with_model(|model| model.failed_requests())
     }
 
     /// Returns the ranks that are not healthy or have failed recently, with the evidence.
     pub fn health_report(&self) -> Vec<RankHealthReport> {
-        self.feedback.health.model().report(self.load.now())
+        let now = self.load.now();
+        self.feedback.health.with_model(|model| model.report(now))
     }
 }
 

@@ -71,7 +71,8 @@ impl WorkerFeedback {
     /// Applies new settings.
     pub(super) fn set_settings(&self, settings: &RouterSettings) {
         self.overload.set_thresholds(settings.overload);
-        self.health.model().rules = settings.health;
+        let rules = settings.health;
+        self.health.with_model(|model| model.rules = rules);
     }
 
     /// Returns the members that are restricted for a request, at the instant of a load view.

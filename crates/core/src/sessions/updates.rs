@@ -85,7 +85,7 @@ impl SessionUpdate {
     }
 }
 
-/// Changes that were not taken yet.
+/// Changes that were not drained yet.
 #[derive(Debug)]
 pub(super) struct ChangeLog<T> {
     pub(super) pending: Vec<T>,
@@ -94,8 +94,7 @@ pub(super) struct ChangeLog<T> {
 }
 
 impl<T> ChangeLog<T> {
-    /// Creates a log. If the changes are not taken for so long that there are several per possible
-    /// session, later ones are dropped.
+    /// Creates a log. It drops changes beyond four per session of the maximum number.
     pub(super) fn new(is_recorded: bool, rules: &SessionRules) -> Self {
         Self {
             pending: Vec::new(),

@@ -9,7 +9,7 @@ use super::error::{EngineError, status_error, transport_error};
 const MAX_REFUSAL: usize = 4096;
 
 /// Returns the response of a request, or an error unless its status is 200.
-pub(super) async fn expect_ok(
+pub(super) async fn check_status(
     response: reqwest::Result<Response>,
 ) -> Result<Response, EngineError> {
     let response = response.map_err(|error| transport_error(&error))?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use warmroute_core::worker::{DpRank, RankRange};
 
-use super::body::expect_ok;
+use super::body::check_status;
 use super::error::{EngineError, transport_error};
 use super::metrics::{MetricSample, parse_sample};
 use super::{EngineClient, EngineUrl};
@@ -153,7 +153,7 @@ impl EngineClient {
         path: MetricsPath,
     ) -> Result<EngineGauges, EngineError> {
         let request = self.shared.client.get(engine.join(path.as_str()));
-        let response = expect_ok(self.send(request).await).await;
+        let response = check_status(self.send(request).await).await;
         if response.as_ref().is_err_and(EngineError::is_unauthorized) {
             // The token file may have changed. The next call uses the new token.
             self.shared.reload_token().await;

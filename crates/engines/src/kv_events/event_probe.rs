@@ -69,7 +69,9 @@ impl EventProbe {
     /// Waits for the next message. Returns `None` if the connection is lost. Cancel-safe.
     pub async fn next_message(&mut self) -> Option<ProbedBatch> {
         loop {
-            let (topic, (seq, batch)) = match self.socket.next_event().await? {
+            let event = self.socket.next_event().await?;
+            let received_at = SystemTime::now();
+            let (topic, (seq, batch)) = match event {
                 SubEvent::Message(frames) => {
                     let topic = frames.first().map(|topic| String::from_utf8_lossy(topic));
                     let batch = match parse_live_message(&frames) {
@@ -92,7 +94,7 @@ impl EventProbe {
                 topic,
                 seq,
                 batch,
-                received_at: SystemTime::now(),
+                received_at,
             });
         }
     }

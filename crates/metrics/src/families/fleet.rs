@@ -9,22 +9,23 @@ metrics! {
     WorkerMetrics {
         /// Workers in the fleet
         "workers" workers: Gauge;
-        /// Properties of a worker; always 1. The label worker is the name of the pod, or the address
-        /// of a worker without a name
+        /// Properties of a worker; always 1. The label worker is the name of the pod, or the
+        /// address of a worker without a name
         "worker_info" info: Family<WorkerLabels, Gauge>;
         /// Workers with at least one rank that is ejected because its requests fail
         "ejected_workers" ejected: Gauge;
         /// Failed requests of a worker rank by kind: unreachable, server_error, rejected (a 4xx),
-        /// empty (a 2xx without content), no_output (a stream that reports its end without content),
-        /// no_response, no_content (not in the expected time), overloaded, cancelled (by the client, after a long wait)
+        /// empty (a 2xx without content), no_output (a stream that reports its end without
+        /// content), no_response, no_content (not in the expected time), overloaded, cancelled (by
+        /// the client, after a long wait)
         "worker_failed_requests" failed_requests: Family<RankFailureLabels, Counter>;
-        /// Health of a worker rank that is not healthy: 1 suspect, 2 probe_due, 3 probing, 4 ejected
+        /// Health of a worker rank that is not healthy: 1 suspect, 2 probe_due, 3 probing, 4
+        /// ejected
         "worker_health_state" health_state: Family<RankLabels, Gauge>;
         /// Generation of the fleet; increases with every change
         "fleet_generation" fleet_generation: Gauge;
         /// 1 if the last read of the workers file succeeded, 0 while an invalid file is ignored.
-        /// Absent if `workers.file` is not
-        /// configured
+        /// Absent if `workers.file` is not configured
         "workers_file_last_reload_successful" file_last_reload_successful: OptionalGauge;
         /// Reads of the workers file by outcome: applied, unchanged, invalid
         "workers_file_reloads" file_reloads: Family<OutcomeLabel, Counter> =
@@ -136,7 +137,8 @@ metrics! {
                 "heartbeat_timeout", "too_large", "protocol", "io", "endpoint",
                 "too_many_publishers", "too_many_handshakes", "replaced",
             ]);
-        /// Frames, elements and fields of KV event batches that this version does not know and skips
+        /// Frames, elements and fields of KV event batches that this version does not know and
+        /// skips
         "kv_event_unknown_fields" unknown_fields: Counter;
         /// Gaps in the batch numbers of engines, by outcome: replayed, partly_replayed, lost
         "kv_event_gaps" gaps: Family<OutcomeLabel, Counter> =
@@ -166,8 +168,8 @@ metrics! {
     /// Metrics of the comparison between the tokens of warmroute and those of the engines.
     ParityMetrics {
         /// Workers by model and result of the comparison of their tokens with those of warmroute:
-        /// untested, agrees, differs (their requests are routed by load only), generation_prompt_differs (only
-        /// the generation prompt differs), cannot_test
+        /// untested, agrees, differs (their requests are routed by load only),
+        /// generation_prompt_differs (only the generation prompt differs), cannot_test
         "parity_workers" workers: Family<ModelOutcomeLabels, Gauge>;
         /// 1 while the tokens of warmroute are not used for a model, because they differ from those
         /// of an engine and no engine confirms them
@@ -237,7 +239,8 @@ metrics! {
         /// header_timeout (a header block was not completed), write_timeout (the client accepted no
         /// data)
         "connections_closed" connections_closed: Family<ListenerReasonLabels, Counter>;
-        /// gRPC streams that were refused with UNAVAILABLE because the limit was reached, by listener
+        /// gRPC streams that were refused with UNAVAILABLE because the limit was reached, by
+        /// listener
         "streams_refused" streams_refused: Family<ListenerLabel, Counter>;
         /// HTTP/2 errors sent to clients, by listener, scope (stream: RST_STREAM, connection:
         /// GOAWAY) and error code

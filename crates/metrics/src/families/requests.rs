@@ -53,8 +53,8 @@ metrics! {
         /// Requests whose prompt is computed on a worker rank that is not the one with the most
         /// cached blocks, by model and role of the chosen worker
         "non_max_overlap_choices" non_max_overlap_choices: Family<ModelRoleLabels, Counter>;
-        /// Requests that were routed to a worker rank. A request with a remote prefill is counted for
-        /// both of its worker ranks
+        /// Requests that were routed to a worker rank. A request with a remote prefill is counted
+        /// for both of its worker ranks
         "worker_requests" worker_requests: Family<RankLabels, Counter>;
         /// Responses by model, class of their status and source: engine (or unknown), envoy (Envoy
         /// generated the response), warmroute (an immediate response)
@@ -102,19 +102,19 @@ const RATIO_BOUNDS: [f64; 13] = [
 metrics! {
     /// Metrics of the learned latency.
     LatencyMetrics {
-        /// Learned time of one unit of work, by model and coefficient: prefill_base (fixed part of a
-        /// prefill); prefill_token (uncached prompt token); prefill_pair (pair of an uncached token
-        /// and a token before it); decode_step (fixed part of a decode step); decode_request
+        /// Learned time of one unit of work, by model and coefficient: prefill_base (fixed part of
+        /// a prefill); prefill_token (uncached prompt token); prefill_pair (pair of an uncached
+        /// token and a token before it); decode_step (fixed part of a decode step); decode_request
         /// (running request, per decode step); decode_context_token (token in the context of the
-        /// running requests, per decode step); transfer_token (prompt token that a prefill
-        /// worker transfers)
+        /// running requests, per decode step); transfer_token (prompt token that a prefill worker
+        /// transfers)
         "latency_coefficient_seconds" coefficient_seconds: Family<ModelCoefficientLabels, FloatGauge>;
         /// Learned mean length of an answer in tokens
         "latency_output_tokens" output_tokens: Family<ModelLabel, FloatGauge>;
         /// Requests per second over the last minute, over all replicas
         "latency_request_rate" request_rate: Family<ModelLabel, FloatGauge>;
-        /// Expected seconds of prefill, without the fixed part, per second over the last minute, over
-        /// all worker ranks
+        /// Expected seconds of prefill, without the fixed part, per second over the last minute,
+        /// over all worker ranks
         "latency_prefill_rate" prefill_rate: Family<ModelLabel, FloatGauge>;
         /// Observed time to first token divided by the predicted one. The prediction includes the
         /// prefills that were outstanding on the worker rank
@@ -151,11 +151,11 @@ metrics! {
         /// not_cached (no worker had cached them); load_balancing (another worker was chosen for
         /// its load); evicted (the events of the worker report the eviction); dropped_block (the
         /// engine recomputes the last matched block, and warmroute had not learned it yet);
-        /// stale_index (the events do not explain the difference); unknown (evicted or stale_index: too many events
-        /// have arrived since, or a remote server keeps the index); token_mismatch (the engine
-        /// computes other tokens); served_elsewhere (another worker served the request);
-        /// approximate (the cache was predicted without events); load_only (the request was routed
-        /// by load only)
+        /// stale_index (the events do not explain the difference); unknown (evicted or stale_index:
+        /// too many events have arrived since, or a remote server keeps the index); token_mismatch
+        /// (the engine computes other tokens); served_elsewhere (another worker served the
+        /// request); approximate (the cache was predicted without events); load_only (the request
+        /// was routed by load only)
         "audit_missed_tokens" missed_tokens: Family<CauseLabels, Counter>;
         /// Responses with more or fewer cached tokens than predicted, by model and cause: the
         /// causes of missed tokens, stored_meanwhile (by another request), block_rounding (the

@@ -385,11 +385,17 @@ mod tests {
                     blocks: vec![2],
                 }),
             ),
-            (KvEvent::Cleared, Change::Cleared(pb::Cleared {})),
         ];
         for (event, change) in cases {
             assert_eq!(pb::Event::from(event).change, Some(change));
         }
+    }
+
+    #[test]
+    fn removals_are_converted_to_messages() {
+        let cleared = pb::Event::from(KvEvent::Cleared).change;
+        assert_eq!(cleared, Some(Change::Cleared(pb::Cleared {})));
+        let block = EngineHash(2);
         for (tier, message) in [
             (StorageTier::Device, pb::Tier::Device),
             (StorageTier::Disk, pb::Tier::Disk),

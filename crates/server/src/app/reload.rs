@@ -191,7 +191,7 @@ impl Reloader {
 
     /// Applies a configuration, or records why it could not be read.
     async fn reload(&self, read: Result<Config, Vec<ConfigError>>) {
-        let Err(mistakes) = self.attempt(read).await else {
+        let Err(mistakes) = self.try_reload(read).await else {
             return;
         };
         let mut status = ConfigStatus::clone(&self.status());
@@ -207,7 +207,7 @@ impl Reloader {
         self.status.store(Arc::new(status));
     }
 
-    async fn attempt(&self, read: Result<Config, Vec<ConfigError>>) -> Result<(), Vec<String>> {
+    async fn try_reload(&self, read: Result<Config, Vec<ConfigError>>) -> Result<(), Vec<String>> {
         let read =
             read.map_err(|mistakes| mistakes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
         let running = self.running();

@@ -52,10 +52,10 @@ pub struct ServeFlags {
 }
 
 impl ServeFlags {
-    /// Returns the text of the configuration for a process without a file. It matches the endpoint picker of
-    /// the conformance tests, which receives only flags: the same ports, TLS and headers. Without a
-    /// tokenizer, routing is load-only.
-    pub fn without_file(&self) -> Vec<u8> {
+    /// Returns the text of the configuration for a process without a file. It matches the endpoint
+    /// picker of the conformance tests, which receives only flags: the same ports, TLS and headers.
+    /// Without a tokenizer, routing is load-only.
+    pub fn default_document(&self) -> Vec<u8> {
         let config = json!({
             "listeners": {"ext_proc": {
                 "address": "0.0.0.0:9002",

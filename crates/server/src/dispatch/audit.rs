@@ -258,20 +258,20 @@ impl CacheAudit {
             .inc_by(usage.cached_tokens.min(max));
     }
 
-    /// Audits a successful response with its usage. `served_elsewhere` is true if another worker
+    /// Audits a successful response with its usage. `is_served_elsewhere` is true if another worker
     /// than the chosen one served it.
     pub fn record_usage(
         &self,
         forecast: HitForecast,
         usage: Option<TokenUsage>,
         prompts: Vec<BlockHashes>,
-        served_elsewhere: bool,
+        is_served_elsewhere: bool,
     ) {
-        let reported = usage.and_then(ReportedUsage::new);
+        let reported = usage.and_then(ReportedUsage::from_usage);
         match reported.filter(|reported| reported.prompt_tokens > 0) {
             Some(reported) => {
                 let response = AuditedResponse::new(forecast, reported, prompts)
-                    .with_served_elsewhere(served_elsewhere);
+                    .with_served_elsewhere(is_served_elsewhere);
                 self.record_response(response, Instant::now());
             }
             None => self.record_without_report(&forecast.model, usage.is_some()),
@@ -403,7 +403,7 @@ impl CacheAudit {
     }
 
     fn update_metrics(&self, entry: &AuditEntry<'_>) {
-        let metrics = &self.metrics;
+        let audit = &self.metrics.audit;
         let model = &entry.forecast.model;
         let tokens = [
             ("prompt", entry.usage.prompt_tokens),
@@ -422,8 +422,7 @@ impl CacheAudit {
             ("delivered", entry.usage.cached_tokens),
         ];
         for (kind, count) in tokens {
-            metrics
-                .audit
+            audit
                 .tokens
                 .get_or_create(&ModelTokensLabels {
                     model: model.as_str().into(),
@@ -432,15 +431,13 @@ impl CacheAudit {
                 .inc_by(count);
         }
         for &(cause, count) in &entry.missed_tokens {
-            metrics
-                .audit
+            audit
                 .missed_tokens
                 .get_or_create(&CauseLabels::new(model.as_str(), cause.as_str()))
                 .inc_by(count);
         }
         let outcome = entry.outcome_label();
-        metrics
-            .audit
+        audit
             .responses
             .get_or_create(&ModelOutcomeLabels::new(model, outcome))
             .inc();
@@ -449,17 +446,16 @@ impl CacheAudit {
         }
         if let Some((blocks, cause)) = entry.error {
             let by_sign = match blocks {
-                ..0 => Some(&metrics.audit.over_predicted_blocks),
+                ..0 => Some(&audit.over_predicted_blocks),
                 0 => None,
-                1.. => Some(&metrics.audit.under_predicted_blocks),
+                1.. => Some(&audit.under_predicted_blocks),
             };
             if let Some(family) = by_sign {
                 family
                     .get_or_create(&ModelLabel::from(model))
                     .observe(blocks.unsigned_abs() as f64);
             }
-            metrics
-                .audit
+            audit
                 .mispredictions
                 .get_or_create(&CauseLabels::new(model.as_str(), cause.as_str()))
                 .inc();

@@ -21,7 +21,7 @@ use super::response_content::{MissingContent, ResponseContent};
 use super::retries::RetryDecision;
 use crate::dispatch::audit::CacheAudit;
 use crate::dispatch::{ActiveRequest, Dispatcher, log_health_changes};
-use crate::prefill::{CopiedRequest, PrefillEvent, RemotePrefill};
+use crate::prefill::{PrefillEvent, PrefillInput, RemotePrefill};
 use measurements::CacheReportSource;
 use started_response::StartedResponse;
 
@@ -163,7 +163,7 @@ impl ExchangeGuard {
     pub(super) async fn prefill_retry(
         &mut self,
         dispatcher: &Dispatcher,
-        retried: CopiedRequest,
+        retried: PrefillInput,
     ) -> RetryDecision {
         // A request whose response has begun is not retried.
         let Some(prefill) = self.prefill.take() else {

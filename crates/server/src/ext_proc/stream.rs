@@ -26,7 +26,7 @@ use super::response_stream::ResponseSink;
 use super::retries::{RetryAttempt, RetryDecision, RetryListener};
 use super::state::{ExchangeConfig, ExtProcState};
 use super::wire::{ProcessingPart, RawProcessingRequest};
-use crate::prefill::{CopiedRequest, PrefillEvent};
+use crate::prefill::{PrefillEvent, PrefillInput};
 use crate::request::RequestBody;
 
 /// Maximum number of messages read while a route is chosen. Further messages wait in Envoy.
@@ -347,7 +347,7 @@ impl ExchangeStream {
         }: RetryAttempt,
     ) -> bool {
         let prefills = self.config.pipeline.prefill_planner();
-        let retried = CopiedRequest {
+        let retried = PrefillInput {
             path: head.path.clone(),
             headers: prefills.worker_headers(&head),
             body,

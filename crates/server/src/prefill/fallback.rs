@@ -273,7 +273,7 @@ pub(super) fn audit_prefill_response(
     prompts: Vec<BlockHashes>,
     usage: Option<TokenUsage>,
 ) {
-    if let Some(reported) = usage.and_then(ReportedUsage::new) {
+    if let Some(reported) = usage.and_then(ReportedUsage::from_usage) {
         audit.count_delivered_tokens(&forecast, reported);
     }
     audit.record_usage(forecast, usage, prompts, false);

@@ -20,7 +20,7 @@ use super::fallback::{FallbackContext, SequentialPrefill};
 use super::handoff::{KvHandoff, SplitError, StrippedBody, engine_path, strip_kv_fields};
 use super::headers::{ClientHeaders, forwarded_headers};
 use super::mirror::{MirrorContext, MirrorTarget, PrefillMirror};
-use super::retry::{CopiedRequest, PrefillRecord, RemotePrefill};
+use super::retry::{PrefillInput, PrefillRecord, RemotePrefill};
 use crate::dispatch::{ActiveRequest, Dispatcher};
 use crate::request::{PreprocessedRequest, RequestBody};
 
@@ -84,7 +84,7 @@ pub(crate) struct MirrorPlan<'p> {
     body: Bytes,
     context: MirrorContext,
     /// The copy, if warmroute sends it to the prefill worker itself.
-    copy: Option<CopiedRequest>,
+    copy: Option<PrefillInput>,
 }
 
 /// A request whose plan was carried out.
@@ -208,7 +208,7 @@ impl PrefillPlanner {
                 let path = engine_path(preprocessed.api.ok_or(SplitError::Api)?);
                 // A unary response does not show when the prefill ends, so warmroute sends the copy
                 // itself and reads its response.
-                let copy = (!is_streaming(body)).then(|| CopiedRequest {
+                let copy = (!is_streaming(body)).then(|| PrefillInput {
                     path: path.to_owned(),
                     headers: self.worker_headers(headers),
                     body: body.clone(),

@@ -70,7 +70,7 @@ impl RemotePrefill {
         self,
         dispatcher: &Dispatcher,
         mut active: ActiveRequest,
-        retried: CopiedRequest,
+        retried: PrefillInput,
     ) -> Result<PrefillOutcome, RouteError> {
         match self {
             RemotePrefill::Mirror(mirrored) => {
@@ -84,7 +84,7 @@ impl RemotePrefill {
 
 /// The parts of a client's request that a prefill worker receives.
 #[derive(Debug)]
-pub struct CopiedRequest {
+pub struct PrefillInput {
     /// Path of the request.
     pub path: String,
     /// Forwarded headers of the request.
@@ -113,9 +113,9 @@ impl PrefillRecord {
         self: Box<Self>,
         dispatcher: &Dispatcher,
         mut active: ActiveRequest,
-        retried: CopiedRequest,
+        retried: PrefillInput,
     ) -> Result<PrefillOutcome, RouteError> {
-        let CopiedRequest {
+        let PrefillInput {
             headers,
             body,
             decode_endpoint,
@@ -162,7 +162,7 @@ impl PrefillMirror {
         dispatcher: &Dispatcher,
         active: &mut ActiveRequest,
         context: MirrorContext,
-        copy: &CopiedRequest,
+        copy: &PrefillInput,
     ) -> Result<BootstrapPair, RouteError> {
         let router = dispatcher.router();
         let mut failed = context.failed_workers.clone();
@@ -247,7 +247,7 @@ impl MirroredPrefill {
         self,
         dispatcher: &Dispatcher,
         active: &mut ActiveRequest,
-        copy: &CopiedRequest,
+        copy: &PrefillInput,
     ) -> Result<BootstrapPair, RouteError> {
         let context = self.context.clone();
         let mirror = self.mirror.clone();

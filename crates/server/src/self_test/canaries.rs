@@ -196,8 +196,8 @@ fn tool_call_history() -> Value {
         message("user", "How is the air in shaft 7?"),
         {"role": "assistant", "content": "", "tool_calls": [{"id": "call00001", "type": "function", "function": {
             "name": "air_quality", "arguments": "{\"shaft\": 7, \"gas\": \"methane\"}"}}]},
-        {"role": "tool", "tool_call_id": "call00001", "name": "air_quality", "content": "{\"ppm\": \
-            12.5}"},
+        {"role": "tool", "tool_call_id": "call00001", "name": "air_quality",
+            "content": "{\"ppm\": 12.5}"},
         message("assistant", "It is fine."),
         message("user", "And in shaft 8?")
     ])

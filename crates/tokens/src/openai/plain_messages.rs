@@ -342,9 +342,8 @@ mod tests {
     fn message() -> impl Strategy<Value = String> {
         prop_oneof![
             12 => (string(), string(), any::<bool>()).prop_map(|(role, content, first)| {
-                let [role, content] = [format!("\"role\": \
-                    {role}"), format!("\"content\":{content} \
-                    ")];
+                let role = format!("\"role\": {role}");
+                let content = format!("\"content\":{content} ");
                 let [one, other] = if first { [role, content] } else { [content, role] };
                 format!("{{{one},{other}}}")
             }),

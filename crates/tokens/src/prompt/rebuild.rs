@@ -304,8 +304,12 @@ fn rebuilt_parts(class: TokenizerClass, metadata: &TokenizerMetadata<'_>) -> Opt
         }
         TokenizerClass::Gemma => {
             let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
-            let split = json!({"type": "Split", "pattern": {"String": " \
-                "}, "behavior": "MergedWithPrevious", "invert": false});
+            let split = json!({
+                "type": "Split",
+                "pattern": {"String": " "},
+                "behavior": "MergedWithPrevious",
+                "invert": false,
+            });
             let unk_token = json!(metadata.unk_token.unwrap_or("<unk>"));
             Some(RebuiltParts {
                 normalizer: spaces,

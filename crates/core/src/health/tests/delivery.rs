@@ -11,11 +11,10 @@ impl Fixture {
     fn delivery_changes_without(&self, unreachable: &[u64]) -> Vec<String> {
         let unreachable = unreachable.iter().map(|id| (WorkerId(*id), seconds(9)));
         let unreachable = unreachable.collect();
-        let failing = self.health.model().failing_groups(&unreachable, self.now);
-        let changes = self
-            .health
-            .model()
-            .update_deliveries(&unreachable, self.now);
+        let (failing, changes) = self.health.with_model(|model| {
+            let failing = model.failing_groups(&unreachable, self.now);
+            (failing, model.update_deliveries(&unreachable, self.now))
+        });
         let describe = |change| match change {
             DeliveryTransition::Stopped(group) => {
                 assert_eq!(failing.as_slice(), std::slice::from_ref(&group));

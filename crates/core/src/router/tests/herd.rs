@@ -92,3 +92,29 @@ fn both_phases_are_booked_in_one_step() {
             .all(|load| load.active_requests == 0)
     );
 }
+
+#[test]
+fn ticks_and_decisions_do_not_wait_for_each_other() {
+    const ROUNDS: usize = 20_000;
+    let router = Arc::new(router_of((0..4).map(worker), RouterSettings::default()));
+    let (done, ended) = std::sync::mpsc::channel();
+    for is_tick in [true, false] {
+        let (router, done) = (router.clone(), done.clone());
+        // Not joined: threads that wait for each other would never end.
+        thread::spawn(move || {
+            for _ in 0..ROUNDS {
+                if is_tick {
+                    router.on_tick();
+                } else {
+                    drop(router.route(request(&[vec![1, 2, 3, 4]])).unwrap());
+                }
+            }
+            done.send(()).unwrap();
+        });
+    }
+    for _ in 0..2 {
+        ended
+            .recv_timeout(Duration::from_secs(120))
+            .expect("a tick and a decision wait for each other");
+    }
+}

@@ -26,7 +26,7 @@ pub(super) fn read(admin: &AdminState, now: WallTime) -> Value {
     let pending = admin.readiness.pending();
     let is_draining = admin.readiness.is_draining();
     let is_loading = !is_draining && !pending.is_empty();
-    let mut rows = rank_rows(router, now);
+    let mut rows = describe_ranks(router, now);
     let sources = rows.iter().filter(|row| row["reason"] != "no_source");
     let exact = sources.clone().filter(|row| row["freshness"] == "exact");
     let active_requests = rows
@@ -54,10 +54,10 @@ pub(super) fn read(admin: &AdminState, now: WallTime) -> Value {
         "sources": sources.count(),
         "exact_sources": exact.count(),
         "indexed_blocks": router.index().stats().distinct_blocks,
-        "models": model_rows(&process, router, is_loading),
+        "models": describe_models(&process, router, is_loading),
         "has_names": rows.iter().any(|row| row["name"].is_string()),
         "hidden": rows.len().saturating_sub(MAX_ROWS),
-        "pages": PAGES.iter().map(|page| page_row(page, admin, &process)).collect::<Vec<_>>(),
+        "pages": PAGES.iter().map(|page| describe_page(page, admin, &process)).collect::<Vec<_>>(),
     });
     // The sort is stable: ranks with problems, and those without, keep the order of the fleet.
     rows.sort_by_key(|row| row["has_problem"] == false);
@@ -76,7 +76,7 @@ fn describe_failing(failing: &FailingPeerGroup) -> String {
 }
 
 /// Returns the row of a page, with the instruction that enables its feature if that is off.
-fn page_row(page: &AdminPage, admin: &AdminState, process: &ProcessStatus) -> Value {
+fn describe_page(page: &AdminPage, admin: &AdminState, process: &ProcessStatus) -> Value {
     json!({
         "path": page.path,
         "method": page.method,
@@ -87,7 +87,7 @@ fn page_row(page: &AdminPage, admin: &AdminState, process: &ProcessStatus) -> Va
 }
 
 /// Returns the configured models and those of the workers.
-fn model_rows(process: &ProcessStatus, router: &Router, is_loading: bool) -> Vec<Value> {
+fn describe_models(process: &ProcessStatus, router: &Router, is_loading: bool) -> Vec<Value> {
     let reports = router.parity().reports();
     let fleet = router.fleet();
     let mut names: Vec<&str> = process
@@ -113,7 +113,7 @@ fn model_rows(process: &ProcessStatus, router: &Router, is_loading: bool) -> Vec
         let model = process.models.iter().find(|model| model.name == name);
         let comparison = match model.map(|model| model.tokenizer) {
             None => Some("unknown"),
-            Some(None) => Some("without"),
+            Some(None) => Some("no_tokenizer"),
             Some(Some(TokenizerKind::Remote)) => Some("remote"),
             Some(Some(TokenizerKind::Local)) => report
                 .map(|report| report.parity.state())
@@ -173,7 +173,7 @@ fn worker_states(router: &Router, now: WallTime) -> HashMap<WorkerId, Vec<String
 }
 
 /// Returns the state of all ranks.
-fn rank_rows(router: &Router, now: WallTime) -> Vec<Value> {
+fn describe_ranks(router: &Router, now: WallTime) -> Vec<Value> {
     let load = router.load();
     let active: HashMap<RankSlot, u64> = load
         .snapshot()

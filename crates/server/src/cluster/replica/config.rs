@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{DurationSetting, Problem, all_within};
+use warmroute_settings::{DurationSetting, Problem, all_within, has_credentials};
 
 /// The section `replicas:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -114,7 +114,11 @@ impl NatsConfig {
             ));
         }
         for (index, server) in self.servers.iter().enumerate() {
-            if let Err(error) = server.parse::<async_nats::ServerAddr>() {
+            if has_credentials(server) {
+                let text = "the server address appears on status pages and must not contain a \
+                    password; set `user` and `password_file`, or `token_file`";
+                problems.push(Problem::at(["servers".into(), index.into()], text));
+            } else if let Err(error) = server.parse::<async_nats::ServerAddr>() {
                 let text = format!(
                     "`{server}` is not a server address ({error}); write for example \
                     nats://nats:4222"

@@ -1,49 +1,64 @@
 //! Checks that no URL contains a password.
 
-use serde_json::Value;
 use warmroute_settings::{PathStep, Problem, has_credentials};
 
+use super::steps;
 use crate::config::Config;
-
-const TEXT: &str = "an address is shown on pages and in the log, so it may not hold a password; \
-    write it without `user:password@`";
 
 /// Returns a problem for each URL that contains a password.
 pub(super) fn credentials(config: &Config) -> Vec<Problem> {
-    let mut problems = Vec::new();
-    find_credentials(&config.to_json(), &mut Vec::new(), &mut problems);
-    problems
-}
-
-fn find_credentials(value: &Value, path: &mut Vec<PathStep>, problems: &mut Vec<Problem>) {
-    let mut find_within = |step: PathStep, value: &Value| {
-        path.push(step);
-        find_credentials(value, path, problems);
-        path.pop();
-    };
-    match value {
-        Value::Array(items) => {
-            for (at, item) in items.iter().enumerate() {
-                find_within(at.into(), item);
-            }
-        }
-        Value::Object(entries) => {
-            for (key, entry) in entries {
-                find_within(key.as_str().into(), entry);
-            }
-        }
-        Value::String(text) if is_url(text) && has_credentials(text) => {
-            problems.push(Problem::at(path.clone(), TEXT));
-        }
-        _ => {}
+    let mut urls: Vec<(Vec<PathStep>, &str)> = Vec::new();
+    if let Some(url) = config
+        .envoy
+        .as_ref()
+        .and_then(|envoy| envoy.admin_url.as_deref())
+    {
+        urls.push((steps("envoy.admin_url"), url));
     }
-}
-
-/// Returns whether a text is a URL, or begins like one without its scheme: with a user and a
-/// password. Other texts, such as the values of template variables, may contain an address too.
-fn is_url(text: &str) -> bool {
-    let user = text.split('@').next().unwrap_or_default();
-    user.contains(':') && !text.contains(char::is_whitespace)
+    if let Some(cache) = &config.index.shared_cache {
+        urls.push((steps("index.shared_cache.url"), &cache.url));
+    }
+    for (at, url) in config
+        .index
+        .remote
+        .iter()
+        .flat_map(|remote| remote.servers.iter().enumerate())
+    {
+        let mut path = steps("index.remote.servers");
+        path.push(at.into());
+        urls.push((path, url));
+    }
+    if let Some(url) = config
+        .index
+        .warm_start
+        .as_ref()
+        .and_then(|warm_start| warm_start.url.as_deref())
+    {
+        urls.push((steps("index.warm_start.url"), url));
+    }
+    for (at, model) in config.models.iter().enumerate() {
+        for (index, url) in model
+            .remote_tokenizer
+            .iter()
+            .flat_map(|tokens| tokens.urls.iter().enumerate())
+        {
+            urls.push((
+                vec![
+                    "models".into(),
+                    at.into(),
+                    "remote_tokenizer".into(),
+                    "urls".into(),
+                    index.into(),
+                ],
+                url,
+            ));
+        }
+    }
+    let text = "an address is shown on pages and in the log, so it may not hold a password; write it without `user:password@`";
+    urls.into_iter()
+        .filter(|(_, url)| has_credentials(url))
+        .map(|(path, _)| Problem::at(path, text))
+        .collect()
 }
 
 /// Combines the problems. Other problems of a URL with a password are dropped, because their texts

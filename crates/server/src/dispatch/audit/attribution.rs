@@ -79,7 +79,7 @@ pub struct ReportedUsage {
 
 impl ReportedUsage {
     /// Returns the cache report in a usage; `None` if it has no number of cached tokens.
-    pub fn new(usage: TokenUsage) -> Option<Self> {
+    pub fn from_usage(usage: TokenUsage) -> Option<Self> {
         Some(Self {
             prompt_tokens: usage.prompt_tokens,
             cached_tokens: usage.cached_tokens?,

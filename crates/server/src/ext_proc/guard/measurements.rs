@@ -146,7 +146,7 @@ impl ExchangeGuard {
                 .get_or_create(labels)
                 .observe(duration / (tokens - 1) as f64);
         }
-        if let Some(reported) = usage.and_then(ReportedUsage::new)
+        if let Some(reported) = usage.and_then(ReportedUsage::from_usage)
             && let Some(CacheReportSource::InResponse(forecast)) = &self.cache_report_source
         {
             self.audit.count_delivered_tokens(forecast, reported);
@@ -170,8 +170,8 @@ impl ExchangeGuard {
             Some(CacheReportSource::InPrefillResponse) | None => return,
         };
         let usage = response.usage();
-        let served_elsewhere = response.is_served_elsewhere;
+        let is_served_elsewhere = response.is_served_elsewhere;
         self.audit
-            .record_usage(forecast, usage, prompts, served_elsewhere);
+            .record_usage(forecast, usage, prompts, is_served_elsewhere);
     }
 }

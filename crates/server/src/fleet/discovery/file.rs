@@ -30,6 +30,7 @@ pub struct WorkersFileState {
     path: PathBuf,
     models: Vec<WorkerModel>,
     metrics: Arc<Metrics>,
+    current: Option<Vec<Worker>>,
     /// Content of the last read that could be parsed. It is not parsed again, because parsing a
     /// large file is expensive.
     content: Option<Vec<u8>>,
@@ -44,12 +45,13 @@ impl WorkersFileState {
             path,
             models,
             metrics,
+            current: None,
             content: None,
             errors: Vec::new(),
         }
     }
 
-    /// Applies the result of a read. Returns the fleet if the file has changed and is valid.
+    /// Applies the result of a read. Returns the fleet if it has changed.
     pub fn apply(&mut self, bytes: io::Result<Vec<u8>>) -> Option<Vec<Worker>> {
         let path = self.path.display();
         let parsed = match bytes {
@@ -69,9 +71,17 @@ impl WorkersFileState {
         };
         match parsed {
             Ok(workers) => {
+                let has_recovered = !std::mem::take(&mut self.errors).is_empty();
+                if self.current.as_ref() == Some(&workers) {
+                    if has_recovered {
+                        tracing::info!(%path, "workers file valid again; the fleet has not changed");
+                    }
+                    self.count_read("unchanged");
+                    return None;
+                }
                 tracing::info!(%path, workers = workers.len(), "workers file applied");
-                self.errors.clear();
                 self.count_read("applied");
+                self.current = Some(workers.clone());
                 Some(workers)
             }
             Err(errors) => {
