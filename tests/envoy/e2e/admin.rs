@@ -152,11 +152,11 @@ fn declared() -> BTreeMap<String, &'static str> {
     families
 }
 
-/// Parses a declaration in `metrics!`: `"name" field: Type = constructor;`.
+/// Parses a declaration in `metrics!`: `"name" field: Type = value;`, where the value is optional.
 fn family(line: &str) -> Option<(String, &'static str)> {
     let (name, rest) = line.trim().strip_prefix('"')?.split_once("\" ")?;
     let (_, declaration) = rest.split_once(": ")?;
-    let (kind, _) = declaration.split_once(" = ")?;
+    let (kind, _) = declaration.split_once([';', '='])?;
     let kind = if kind.contains("Histogram") {
         "histogram"
     } else if kind.contains("Counter") {
