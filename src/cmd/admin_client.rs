@@ -106,7 +106,7 @@ impl AdminClient {
         let text = response.text().await.with_context(|| {
             format!(
                 "{url} closed the connection before the end of the \
-            response"
+                response"
             )
         })?;
         if status.is_success() {

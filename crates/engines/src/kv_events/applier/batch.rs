@@ -364,7 +364,7 @@ impl BatchApplier {
             tracing::error!(
                 rank = %self.rank, name = self.worker_name, other,
                 "dropping KV events of another data-parallel rank; \
-                 correct the worker's ranks or the endpoints of its event sources"
+                correct the worker's ranks or the endpoints of its event sources"
             );
         }
         true

@@ -114,7 +114,7 @@ impl BatchApplier {
                 tracing::warn!(
                     rank = %self.rank, name = self.worker_name, engine, configured = self.block_size.tokens(),
                     "block size of a cache group is no multiple of the configured one; \
-                     reuse on the device is unknown, and no device block of this rank is counted"
+                    reuse on the device is unknown, and no device block of this rank is counted"
                 );
             }
             _ => {}
@@ -148,7 +148,7 @@ impl BatchApplier {
             tracing::error!(
                 rank = %self.rank, name = self.worker_name, engine, configured = self.block_size.tokens(),
                 "engine block size and configured block size are incompatible: neither divides the \
-                 other; the rank is chosen by load, correct the block size"
+                other; the rank is chosen by load, correct the block size"
             );
         } else {
             tracing::warn!(
