@@ -263,7 +263,7 @@ impl RouterDriver {
             self.router.on_output_tokens(&mut active.placement, 1);
             active.output_tokens += 1;
             if active.output_tokens % BLOCK_TOKENS as u64 == 0 {
-                active.placement.add_output_block();
+                active.placement.predictions.add_output_block();
             }
         } else if output.has_token {
             active.has_first_token = true;
