@@ -341,9 +341,8 @@ impl EventSourceState {
 }
 
 /// Detects a source that has stopped publishing: requests must have stored blocks, but no event
-/// arrived. One such request proves nothing, because the engine may already hold the
-/// blocks, for example from another request a moment before. Several requests and some time are
-/// required.
+/// arrived. One such request proves nothing, because the engine may already hold the blocks, for
+/// example from another request a moment before. Several requests and some time are required.
 #[derive(Clone, Copy, Debug, Default)]
 struct SilenceDetector {
     requests: u32,

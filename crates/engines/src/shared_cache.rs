@@ -167,13 +167,13 @@ impl SharedCacheClient {
 fn encode_query(model: &str, prompt: &BlockHashes) -> Result<Vec<u8>, SharedCacheError> {
     let locals = prompt.locals().iter().take(MAX_BLOCKS);
     let sequences = prompt.sequences().iter().take(MAX_BLOCKS);
-    let question = LookupRequest {
+    let query = LookupRequest {
         model,
         block_size: prompt.block_size().0.get(),
         block_hashes: locals.map(|hash| HexHash(hash.0)).collect(),
         sequence_hashes: sequences.map(|hash| HexHash(hash.0)).collect(),
     };
-    serde_json::to_vec(&question).map_err(|problem| SharedCacheError::Client(problem.to_string()))
+    serde_json::to_vec(&query).map_err(|problem| SharedCacheError::Client(problem.to_string()))
 }
 
 fn parse_answer(body: &[u8], blocks: usize) -> Result<Vec<Range<u32>>, SharedCacheError> {

@@ -177,7 +177,7 @@ impl App {
         let client = app.reloader.client();
         let preprocessor = app.reloader.build_preprocessor(&config, models, &client)?;
         let parts = api::ApiDependencies {
-            preprocessor: app.publish_models(&preprocessor, explain),
+            preprocessor: app.publish_preprocessor(&preprocessor, explain),
             dispatcher: dispatcher.clone(),
             writers,
             metrics: metrics.clone(),
@@ -361,7 +361,7 @@ impl App {
 
     /// Publishes the preprocessor to the parity checks and the admin pages, and again after each
     /// reload. Returns the one of the API.
-    fn publish_models(
+    fn publish_preprocessor(
         &self,
         preprocessor: &Arc<RequestPreprocessor>,
         explain: SharedExplainContext,

@@ -173,8 +173,8 @@ impl SettingsDocument {
         &self.tree
     }
 
-    /// Returns the directory of the file. Without a working directory, a relative
-    /// path stays relative, and checks report its files as missing.
+    /// Returns the directory of the file. Without a working directory, a relative path stays
+    /// relative, and checks report its files as missing.
     pub fn directory(&self) -> PathBuf {
         let mut path = std::path::absolute(&self.path).unwrap_or_else(|_| self.path.clone());
         path.pop();

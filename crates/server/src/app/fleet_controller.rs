@@ -26,7 +26,7 @@ use warmroute_metrics::{Metrics, RankLabels};
 use warmroute_runtime::lifecycle::{Readiness, ReadyGuard};
 
 use super::endpoint_publisher::EndpointPublisher;
-use super::fleet_source::{DesiredFleet, FleetModels};
+use super::fleet_source::{DesiredFleet, SettingsByModel};
 use super::settings_poller::{EngineKey, EngineReports};
 use super::source_task;
 use crate::api::RankWriters;
@@ -48,7 +48,7 @@ pub(super) struct FleetController {
     /// Initial workers whose settings have not been queried yet.
     pending_settings: Option<PendingEngineSettings>,
     sources_deadline: Instant,
-    models: Arc<FleetModels>,
+    models: Arc<SettingsByModel>,
     /// Reports applied to the last set.
     applied_reports: Arc<EngineReports>,
     max_event_message: usize,

@@ -26,7 +26,7 @@ use crate::request::SharedClusterRules;
 
 /// Settings of a model that its workers need.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct FleetModel {
+pub(super) struct FleetModelSettings {
     /// Media tokens, which event sources need.
     pub(super) media: MediaTokens,
     /// Configured settings, to be compared with those that engines report.
@@ -34,26 +34,26 @@ pub(super) struct FleetModel {
 }
 
 /// Settings by model.
-pub(super) type FleetModels = HashMap<ModelName, FleetModel>;
+pub(super) type SettingsByModel = HashMap<ModelName, FleetModelSettings>;
 
 /// Fleet source of a configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct FleetSource {
     source: WorkerSource,
     models: Vec<WorkerModel>,
-    fleet_models: Arc<FleetModels>,
+    fleet_models: Arc<SettingsByModel>,
 }
 
 /// A complete desired fleet.
 #[derive(Clone, Debug)]
 pub(super) struct DesiredFleet {
     pub(super) workers: Vec<Worker>,
-    pub(super) models: Arc<FleetModels>,
+    pub(super) models: Arc<SettingsByModel>,
 }
 
 impl From<&Config> for FleetSource {
     fn from(config: &Config) -> Self {
-        let fleet_model = |model: &ModelConfig| FleetModel {
+        let fleet_model = |model: &ModelConfig| FleetModelSettings {
             media: model.media_tokens(),
             configured: ConfiguredSettings {
                 block_size: model.block_size,

@@ -28,16 +28,16 @@ impl<S: PartialEq + Send + Sync + 'static> PollConfig<S> {
         reloader: &Reloader,
         select: fn(&Config, &Arc<CanarySuites>) -> S,
     ) -> PollConfigReceiver<S> {
-        let create = move |config: &Config, client: EngineClient, subjects: &Arc<CanarySuites>| {
+        let create = move |config: &Config, client: EngineClient, suites: &Arc<CanarySuites>| {
             Arc::new(Self {
-                settings: select(config, subjects),
+                settings: select(config, suites),
                 engines: config.engines.http.clone(),
                 client,
             })
         };
-        let initial = create(&reloader.running(), reloader.client(), &reloader.subjects());
+        let initial = create(&reloader.running(), reloader.client(), &reloader.suites());
         reloader.watch(initial, move |next| {
-            create(&next.config, next.client.clone(), &next.subjects)
+            create(&next.config, next.client.clone(), &next.suites)
         })
     }
 }

@@ -40,8 +40,8 @@ pub(super) struct ReloadCandidate {
     pub(super) preprocessor: Arc<RequestPreprocessor>,
     /// Engine client of the new configuration.
     pub(super) client: EngineClient,
-    /// Self-test subjects of the new configuration.
-    pub(super) subjects: Arc<CanarySuites>,
+    /// Canaries of the new configuration.
+    pub(super) suites: Arc<CanarySuites>,
 }
 
 /// State of the configuration, for status pages.
@@ -71,7 +71,7 @@ pub(super) struct Reloader {
     pub(super) index_client: Option<Arc<RemoteIndexClient>>,
     encoders: EncoderRegistry,
     client: ArcSwap<EngineClient>,
-    subjects: ArcSwap<CanarySuites>,
+    suites: ArcSwap<CanarySuites>,
     participants: parking_lot::Mutex<Vec<ReloadPrepare>>,
     /// State of the configuration.
     status: ArcSwap<ConfigStatus>,
@@ -103,7 +103,7 @@ impl Reloader {
             index_client,
             encoders,
             client,
-            subjects: ArcSwap::default(),
+            suites: ArcSwap::default(),
             participants,
             status,
         })
@@ -173,16 +173,16 @@ impl Reloader {
         EngineClient::clone(&self.client.load())
     }
 
-    /// Returns the self-test subjects.
-    pub(super) fn subjects(&self) -> Arc<CanarySuites> {
-        self.subjects.load_full()
+    /// Returns the canaries.
+    pub(super) fn suites(&self) -> Arc<CanarySuites> {
+        self.suites.load_full()
     }
 
-    /// Loads the models of the initial configuration, with their tokenizers and self-test subjects.
+    /// Loads the models of the initial configuration, with their tokenizers and canaries.
     pub(super) async fn load_models(&self) -> anyhow::Result<ModelRegistry> {
         let config = self.running();
         let loaded = self.encoders.load(&config).await?;
-        self.subjects.store(Arc::new(
+        self.suites.store(Arc::new(
             load_canary_suites(&config, &loaded.models, &CanarySuites::new()).await?,
         ));
         self.encoders.commit(&loaded);
@@ -232,7 +232,7 @@ impl Reloader {
         self.encoders.commit(&loaded);
         self.report_pending(&pending);
         self.client.store(Arc::new(candidate.client));
-        self.subjects.store(candidate.subjects);
+        self.suites.store(candidate.suites);
         let is_changed = other_files || !changed.is_empty();
         let generation = self.status().generation + u64::from(is_changed);
         let outcome = if is_changed {
@@ -278,8 +278,8 @@ impl Reloader {
             .context("engine client cannot be created")?;
         Ok(ReloadCandidate {
             preprocessor: self.build_preprocessor(config, loaded.models.clone(), &client)?,
-            subjects: Arc::new(
-                load_canary_suites(config, &loaded.models, &self.subjects.load()).await?,
+            suites: Arc::new(
+                load_canary_suites(config, &loaded.models, &self.suites.load()).await?,
             ),
             config: config.clone(),
             client,

@@ -47,9 +47,9 @@ pub(super) async fn load_canary_suites(
     models: &ModelRegistry,
     before: &CanarySuites,
 ) -> anyhow::Result<CanarySuites> {
-    let mut subjects = CanarySuites::new();
+    let mut suites = CanarySuites::new();
     if !config.engines.parity_check.enabled {
-        return Ok(subjects);
+        return Ok(suites);
     }
     let named = config
         .models
@@ -59,32 +59,32 @@ pub(super) async fn load_canary_suites(
         .map(|(name, named)| {
             let known = before
                 .get(name)
-                .filter(|subject| subject.is_current(&named.model))
+                .filter(|suite| suite.is_current(&named.model))
                 .cloned();
             let prepare = move || known.or_else(|| CanarySuite::new(&named.model).map(Arc::new));
             (name, tokio::task::spawn_blocking(prepare))
         })
         .collect();
-    for (name, subject) in loading {
-        subjects.extend(subject.await?.map(|subject| (name.clone(), subject)));
+    for (name, suite) in loading {
+        suites.extend(suite.await?.map(|suite| (name.clone(), suite)));
     }
-    Ok(subjects)
+    Ok(suites)
 }
 
-/// Settings and subjects of the self-test.
+/// Settings and canaries of the self-test.
 #[derive(PartialEq)]
 struct SelfTestSettings {
     config: SelfTestConfig,
     canary_headers: CanaryHeaders,
-    subjects: Arc<CanarySuites>,
+    suites: Arc<CanarySuites>,
 }
 
 impl SelfTestSettings {
-    fn new(config: &Config, subjects: &Arc<CanarySuites>) -> Self {
+    fn new(config: &Config, suites: &Arc<CanarySuites>) -> Self {
         Self {
             config: config.engines.parity_check.clone(),
             canary_headers: CanaryHeaders::new(config),
-            subjects: subjects.clone(),
+            suites: suites.clone(),
         }
     }
 }
@@ -127,7 +127,7 @@ impl SelfTestRunner {
         // Tests wait for engines. They run concurrently, because the checks of real requests must
         // not wait for them.
         let mut tests = None;
-        let mut subjects = plan_rx.borrow().settings.subjects.clone();
+        let mut suites = plan_rx.borrow().settings.suites.clone();
         loop {
             tokio::select! {
                 _ = tick.tick() => {}
@@ -143,8 +143,8 @@ impl SelfTestRunner {
             // The value is not marked as seen, so that a concurrent change triggers another
             // iteration.
             let plan = plan_rx.borrow().clone();
-            let before = std::mem::replace(&mut subjects, plan.settings.subjects.clone());
-            self.reset_changed_subjects(&before, &subjects);
+            let before = std::mem::replace(&mut suites, plan.settings.suites.clone());
+            self.reset_changed_suites(&before, &suites);
             if tests.is_none() {
                 let due = self.due_workers(&plan.settings);
                 if !due.is_empty() {
@@ -157,14 +157,12 @@ impl SelfTestRunner {
     }
 
     /// Clears the findings of models whose tokenizer has changed.
-    fn reset_changed_subjects(&self, before: &Arc<CanarySuites>, now: &Arc<CanarySuites>) {
+    fn reset_changed_suites(&self, before: &Arc<CanarySuites>, now: &Arc<CanarySuites>) {
         if Arc::ptr_eq(before, now) {
             return;
         }
-        for (name, subject) in before.iter() {
-            let has_changed = now
-                .get(name)
-                .is_some_and(|now| !now.shares_encoder(subject));
+        for (name, suite) in before.iter() {
+            let has_changed = now.get(name).is_some_and(|now| !now.shares_encoder(suite));
             if let Some(status) = self
                 .router
                 .parity()
@@ -185,7 +183,7 @@ impl SelfTestRunner {
         for (model, status) in self.router.parity().statuses() {
             let serves = |id| fleet.worker(id).is_some_and(|worker| worker.model == model);
             self.log_change(&model, None, status.retain(serves), "fleet changed");
-            if !settings.subjects.contains_key(&model) {
+            if !settings.suites.contains_key(&model) {
                 self.log_change(&model, None, status.clear_canaries(), "canaries disabled");
             }
             if !settings.config.sample_requests {
@@ -194,7 +192,7 @@ impl SelfTestRunner {
         }
         let tested = fleet
             .workers()
-            .filter(|worker| settings.subjects.contains_key(&worker.model));
+            .filter(|worker| settings.suites.contains_key(&worker.model));
         let mut due = Vec::new();
         for worker in tested {
             let incarnation = WorkerIncarnation::of(worker, &self.router, &ejected);
@@ -407,8 +405,8 @@ async fn run_tests(
         async move {
             let url = plan.engines.url(worker.endpoint);
             let settings = &plan.settings;
-            let subject = settings.subjects.get(&worker.model)?;
-            let verdict = subject
+            let suite = settings.suites.get(&worker.model)?;
+            let verdict = suite
                 .compare(&client, &url, settings.config.timeout.get())
                 .await;
             Some(SelfTestResult { worker, verdict })

@@ -163,7 +163,7 @@ impl ExchangeGuard {
     pub(super) async fn prefill_retry(
         &mut self,
         dispatcher: &Dispatcher,
-        retried: PrefillInput,
+        input: PrefillInput,
     ) -> RetryDecision {
         // A request whose response has begun is not retried.
         let Some(prefill) = self.prefill.take() else {
@@ -173,7 +173,7 @@ impl ExchangeGuard {
             return RetryDecision::Unchanged;
         };
         // Boxed, because the future is large and retries are rare.
-        let repeated = Box::pin(prefill.remote.retry(dispatcher, *active, retried)).await;
+        let repeated = Box::pin(prefill.remote.retry(dispatcher, *active, input)).await;
         match repeated {
             Ok(repeated) => {
                 self.active = Some(Box::new(repeated.active));

@@ -347,7 +347,7 @@ impl ExchangeStream {
         }: RetryAttempt,
     ) -> bool {
         let prefills = self.config.pipeline.prefill_planner();
-        let retried = PrefillInput {
+        let input = PrefillInput {
             path: head.path.clone(),
             headers: prefills.worker_headers(&head),
             body,
@@ -356,7 +356,7 @@ impl ExchangeStream {
         self.prefill_aborted = false;
         let decision = self
             .guard
-            .prefill_retry(self.config.pipeline.dispatcher(), retried)
+            .prefill_retry(self.config.pipeline.dispatcher(), input)
             .await;
         let continues = !matches!(decision, RetryDecision::Abandoned);
         // If the attempt has ended by now, its reservations are released by drop.

@@ -70,19 +70,19 @@ impl RemotePrefill {
         self,
         dispatcher: &Dispatcher,
         mut active: ActiveRequest,
-        retried: PrefillInput,
+        input: PrefillInput,
     ) -> Result<PrefillOutcome, RouteError> {
         match self {
             RemotePrefill::Mirror(mirrored) => {
-                let pair = mirrored.retry(dispatcher, &mut active, &retried).await?;
+                let pair = mirrored.retry(dispatcher, &mut active, &input).await?;
                 Ok(pair.into_outcome(active))
             }
-            RemotePrefill::Call(record) => record.retry(dispatcher, active, retried).await,
+            RemotePrefill::Call(record) => record.retry(dispatcher, active, input).await,
         }
     }
 }
 
-/// The parts of a client's request that a prefill worker receives.
+/// Input of a prefill: the parts of a client's request that both workers receive.
 #[derive(Debug)]
 pub struct PrefillInput {
     /// Path of the request.
@@ -95,7 +95,7 @@ pub struct PrefillInput {
     pub decode_endpoint: Option<WorkerEndpoint>,
 }
 
-/// A request whose prefill is called, kept for a retry.
+/// A called prefill with its request, from which a retry begins.
 pub struct PrefillRecord {
     pub(super) prefill: Arc<SequentialPrefill>,
     pub(super) api: Option<ApiKind>,
@@ -113,14 +113,14 @@ impl PrefillRecord {
         self: Box<Self>,
         dispatcher: &Dispatcher,
         mut active: ActiveRequest,
-        retried: PrefillInput,
+        input: PrefillInput,
     ) -> Result<PrefillOutcome, RouteError> {
         let PrefillInput {
             headers,
             body,
             decode_endpoint,
             ..
-        } = retried;
+        } = input;
         probe_decode_worker(dispatcher, &mut active).await;
         // The KV transfer parameters of the first attempt must not be used again, even if the new
         // prefill fails.

@@ -10,7 +10,7 @@ use warmroute_engines::kv_events::SourceSpec;
 use warmroute_runtime::lifecycle;
 
 use super::FleetController;
-use crate::app::fleet_source::FleetModels;
+use crate::app::fleet_source::SettingsByModel;
 use crate::app::source_task::{SourceTask, task_labels};
 
 /// A running event source.
@@ -22,11 +22,11 @@ pub(super) struct SourceHandle {
 impl FleetController {
     /// Replaces the settings of the models. Event sources with changed media tokens restart,
     /// because earlier events were read with the old tokens.
-    pub(super) async fn set_models(&mut self, models: Arc<FleetModels>) {
+    pub(super) async fn set_models(&mut self, models: Arc<SettingsByModel>) {
         let before = std::mem::replace(&mut self.models, models.clone());
         let fleet = self.router.fleet();
         for member in fleet.members() {
-            let media = |models: &FleetModels| Some(models.get(&member.worker.model)?.media);
+            let media = |models: &SettingsByModel| Some(models.get(&member.worker.model)?.media);
             if media(&before) != media(&models) && self.sources.contains_key(&member.rank) {
                 self.stop_source(member.rank).await;
                 self.start_source(member);

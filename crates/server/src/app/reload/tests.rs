@@ -258,7 +258,7 @@ async fn log_level_change_repeats_no_self_test() {
     let engine = Arc::new(Engine::default());
     let address = engine.serve().await;
     let app = start(config(&[address], &with_tokenizer(""))).await;
-    let before = app.reloader.subjects();
+    let before = app.reloader.suites();
     let client = app.reloader.client();
     reload(
         &app,
@@ -268,7 +268,7 @@ async fn log_level_change_repeats_no_self_test() {
         ),
     )
     .await;
-    let after = app.reloader.subjects();
+    let after = app.reloader.suites();
     assert_eq!((before.len(), after.len()), (1, 1));
     assert!(
         Arc::ptr_eq(&before[&"m".into()], &after[&"m".into()]),
@@ -286,7 +286,7 @@ async fn log_level_change_repeats_no_self_test() {
         ),
     )
     .await;
-    assert!(app.reloader.subjects().is_empty());
+    assert!(app.reloader.suites().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

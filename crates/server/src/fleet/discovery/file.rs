@@ -31,8 +31,8 @@ pub struct WorkersFileState {
     models: Vec<WorkerModel>,
     metrics: Arc<Metrics>,
     current: Option<Vec<Worker>>,
-    /// Content of the last read that could be parsed. It is not parsed again, because parsing a
-    /// large file is expensive.
+    /// Content of the last file that could be read. Unchanged valid content is not parsed again,
+    /// because parsing a large file is expensive.
     content: Option<Vec<u8>>,
     /// Errors of the last read.
     errors: Vec<ConfigError>,
@@ -85,10 +85,12 @@ impl WorkersFileState {
                 Some(workers)
             }
             Err(errors) => {
-                for error in errors.iter().filter(|_| self.errors != errors) {
-                    tracing::warn!(%error, "workers file rejected; the current fleet stays in use");
+                if self.errors != errors {
+                    for error in &errors {
+                        tracing::warn!(%error, "workers file rejected; the current fleet stays in use");
+                    }
+                    self.errors = errors;
                 }
-                self.errors = errors;
                 self.count_read("invalid");
                 None
             }
